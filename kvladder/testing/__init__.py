@@ -1,6 +1,6 @@
-"""The test kit for authors of tiers and policies; needs the extra ``testing``.
+"""The test kit for authors of tiers, codecs, policies and handlers; needs the extra ``testing``.
 
-Its pytest plugin has pytest-asyncio use the simulated loop, see :mod:`kvladder.testing.plugin`.
+Its pytest plugin runs async tests on the simulated loop, see :mod:`kvladder.testing.plugin`.
 """
 
 from importlib import import_module
@@ -36,6 +36,6 @@ _ROOMS = {"HandlerTests": "handlers", "TierTests": "tiers"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:  # not before it is asked for: pytest loads this plugin in any case
+    if name in _ROOMS:  # imported on first use, since every pytest run imports this package
         return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

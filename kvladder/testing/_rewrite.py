@@ -1,4 +1,4 @@
-"""Has pytest explain the assertions of the shipped suites; imported before they are."""
+"""Makes pytest explain failed assertions of the shipped suites; must be imported before them."""
 
 import pytest
 

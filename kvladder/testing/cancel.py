@@ -1,4 +1,4 @@
-"""Cancellation at each place where a coroutine can be suspended."""
+"""Cancellation of a coroutine at each of its suspensions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUSPENSIONS_MAX = 1000
 
 
 class _Counted:
-    """Awaits ``work`` and has the running task cancelled at its ``at``-th suspension."""
+    """Awaits ``work`` and cancels the running task at its ``at``-th suspension."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], at: int, *, late: bool) -> None:
         self._work = work
@@ -44,11 +44,11 @@ class _Counted:
 
 
 async def cancel_at(work: Coroutine[Any, Any, Any], suspension: int, *, late: bool = False) -> bool:
-    """Run ``work`` and cancel it when it is suspended for the ``suspension``-th time, from 1 on.
+    """Run ``work`` and cancel it at its ``suspension``-th suspension, counted from 1.
 
-    If it is ``late``, that is when what it waits for has just come, and would go lost. Returns
-    whether it was suspended that often. It has ended in either case; what it raised, but for the
-    cancellation, is raised.
+    With ``late``, cancel it when the awaited result has just arrived, before ``work`` can take it.
+    Returns whether there were that many suspensions. ``work`` has ended in either case. Any error
+    that it raised is raised here, except the cancellation.
 
     Use it in a loop: ``for n in count(1): if not await cancel_at(call(), n): break``.
     """

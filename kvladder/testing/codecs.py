@@ -1,4 +1,4 @@
-"""The conformance suite for codecs: what every codec has to do, as tests to inherit."""
+"""The conformance suite for codecs: the rules for every codec, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ OTHER = Subject(BlockKey(hashlib.sha256(b"other").digest()))
 
 
 class EncodedBlock(NamedTuple):
-    """An encoded block."""
+    """The stored form of a block: its encoded bytes and the codec's parameters."""
 
     data: bytes
     params: bytes
 
 
 class CodecTests:
-    """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
+    """Conformance tests. Inherit, name the class ``Test...`` and define a fixture ``make``::
 
         class TestMine(CodecTests):
             @pytest.fixture
             def make(self):
                 return lambda: MyCodec(MyCodec.Options(level=3))
 
-    It returns what makes a codec that is not opened yet.
+    ``make`` returns a function. The function makes a codec that is not opened yet.
     """
 
     @pytest.fixture
     def make(self) -> MakeCodec:
-        """A function that makes a codec; must be overridden."""
+        """Return a function that makes a codec; must be overridden."""
         raise NotImplementedError("give the class a fixture `make` that returns a function")
 
     @pytest.fixture
     def layout(self) -> Layout:
-        """What the blocks are; override it if the codec needs others."""
+        """Return the layout of the blocks; override it if the codec needs another one."""
         return Layout(block_tokens=16, block_bytes=8192, element="bfloat16", row_elements=64)
 
     @pytest.fixture
     def codec(self, make: MakeCodec, layout: Layout) -> Codec:
-        """A codec that is open."""
+        """Return an opened codec."""
         codec = make()
         codec.open(layout, layout.namespace())
         return codec
 
     @pytest.fixture(params=["numbers", "noise", "zeros", "ones", "text"])
     def block(self, request: pytest.FixtureRequest, layout: Layout) -> bytes:
-        """A block's bytes, of several kinds; override it if the codec needs others."""
+        """Return a block's bytes, one test for each kind; override it if the codec needs others."""
         size, random = layout.block_bytes, Random(7)
         kinds = {
             "numbers": lambda: bytes(
@@ -72,13 +72,13 @@ class CodecTests:
         return kinds[request.param]()
 
     def close_enough(self, found: bytes, block: bytes) -> bool:
-        """Whether ``found`` stands for ``block``; a lossy codec's tests override it."""
+        """Return whether ``found`` is a valid decoding of ``block``; override for lossy codecs."""
         return found == block
 
     # ---- helpers
 
     def encode(self, codec: Codec, block: bytes) -> EncodedBlock | None:
-        """What the codec makes of a block; checks that it writes where it may."""
+        """Encode a block; None if the codec leaves it out. Checks that it writes only to target."""
         data, beyond = bytearray(block), 64
         target = memoryview(bytearray(b"\xa5") * (len(block) + beyond))
         done = codec.encode(memoryview(data), target[: len(block)], SUBJECT)
@@ -93,7 +93,7 @@ class CodecTests:
         return EncodedBlock(bytes(view), params)
 
     def decode(self, codec: Codec, stored: EncodedBlock, size: int) -> bytes | None:
-        """What the codec makes of what is stored; checks that it writes where it may."""
+        """Decode a stored block; None if refused. Checks that the codec writes only to target."""
         data, beyond = bytearray(stored.data), 64
         target = memoryview(bytearray(b"\xa5") * (size + beyond))
         found = codec.decode(memoryview(data), stored.params, target[:size], SUBJECT)
@@ -102,13 +102,13 @@ class CodecTests:
         return None if found is None else bytes(found)
 
     def chain(self, codecs: list[Codec], layout: Layout) -> Chain:
-        """These codecs, opened, in a chain."""
+        """Open these codecs and return a chain of them."""
         after = layout
         for codec in codecs:
             after = codec.open(after, layout.namespace())
         return Chain(codecs, layout=layout, find=lambda _: None)
 
-    # ---- what it says of itself
+    # ---- declarations
 
     def test_declares_what_it_is(self, make: MakeCodec) -> None:
         codec = make()
@@ -206,7 +206,7 @@ class CodecTests:
 
 
 def flipped(data: bytes, random: Random) -> bytes:
-    """``data`` with one bit of it inverted."""
+    """Return ``data`` with one random bit inverted."""
     damaged = bytearray(data)
     damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
     return bytes(damaged)

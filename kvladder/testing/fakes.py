@@ -1,7 +1,7 @@
-"""A tier whose faults are scripted, and which watches how it is called.
+"""A tier with scripted faults that also checks how it is called.
 
-``FakeTier`` keeps what was stored pristine and applies faults on the way: what it says and does
-can always be compared with what is really there.
+``FakeTier`` keeps stored blocks intact and applies faults only to the calls. A test can therefore
+always compare the tier's answers with what is really stored.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvladder.tiers.label import Facts, Read, RecoveredBlock, Ref, Write
 
 RECOVER_BATCH = 3
 _Use = tuple[Operation, int | BlockKey]
-"""A call under way and the place, or key, that it is about."""
+"""The operation of a call in flight, and a place or key that it uses."""
 _Block = Read | Write | Ref
 
 
 class Call(NamedTuple):
-    """A call that a tier got."""
+    """A call to the tier, with its keys and the time at which it began."""
 
     operation: Operation
     keys: tuple[BlockKey, ...]
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A stored block, and what lies beside it."""
+    """A stored block with its facts and its label."""
 
     key: BlockKey
     place: int
@@ -57,43 +57,43 @@ class Record(NamedTuple):
 
 
 class FakeStore:
-    """What a FakeTier stores into: outlives the tier, as a disk outlives a process.
+    """The medium of a FakeTier: outlives the tier, as a disk outlives a process.
 
-    Holds one block per place under each namespace, or per key if others share it, oldest first.
+    Holds one block per place under each namespace (per key for a shared tier), oldest first.
     """
 
     def __init__(self) -> None:
         self.spaces: dict[Namespace, dict[int | BlockKey, Record]] = {}
 
     def copy(self) -> FakeStore:
-        """What is in it now, to go on with after a crash."""
+        """Return a copy of the current content, e.g. to continue from it after a crash."""
         copy = FakeStore()
         copy.spaces = {name: dict(records) for name, records in self.spaces.items()}
         return copy
 
 
 class FakeTier(Tier):
-    """Stores blocks by place, and does what its script says.
+    """Stores blocks by place, and follows a script of faults.
 
     Parameters
     ----------
     script:
-        Each call takes the first step that is for its operation. More may be appended to
-        ``script`` at any time.
+        Each call takes the first step for its operation. Steps may be appended to ``script`` at
+        any time.
     store:
-        Where the blocks lie; give the same one to the next tier to have it find them.
+        Holds the blocks. Pass the same store to the next tier, and that tier finds them.
     durable:
-        Whether ``recover`` yields what is in the store.
+        True if ``recover`` yields the blocks of the store.
     checks:
-        Whether it checks what it read; else that is left to the level.
+        True if the tier checks the blocks it has read; else the level does.
     random, latency_s, mean_s:
-        Calls that move bytes take ``latency_s`` and a random time of mean ``mean_s`` more.
+        Calls that move bytes take ``latency_s`` plus a random time of mean ``mean_s``.
     patience:
-        After how many failures in a row of one operation the level leaves it out, and for how
-        many seconds at least: a ``put`` or ``remove`` that comes sooner breaks a rule.
+        The level's breaker: the number of failures in a row of one operation, and the seconds
+        for which the level must then not call it. An earlier ``put`` or ``remove`` is a violation.
 
-    A call that breaks a rule which the level has to keep (a slot without a claim, a batch too
-    large, a place written while it is read ...) fails and is noted in ``violations``.
+    A call that breaks one of the level's rules fails, and the rule is added to ``violations``.
+    Examples: a slot without a claim, a batch that is too large, a place written while it is read.
     """
 
     def __init__(
@@ -126,41 +126,41 @@ class FakeTier(Tier):
         self._closed = False
         self._patience = patience
         self._failed: Counter[Operation] = Counter()
-        """Failures in a row of each operation."""
+        """Number of failures in a row, by operation."""
         self._failed_at_s: dict[Operation, float] = {}
 
     # ---- for the test
 
     def forget(self, *keys: BlockKey) -> None:
-        """Lose these blocks: they are misses until they are put again."""
+        """Lose these blocks, so that they are misses until they are put again."""
         self._forgotten.update(keys)
 
     def corrupt(self, *keys: BlockKey) -> None:
-        """Damage the bytes of these blocks, until they are put again."""
+        """Damage the bytes that reads of these blocks return, until they are put again."""
         self._damaged.update(keys)
 
     def heal(self) -> None:
-        """End the script and every wait in it; lost and damaged blocks stay so."""
+        """Clear the script and release held calls; lost and damaged blocks stay so."""
         self.script.clear()
         for hold in self._holds:
             hold.let_go()
 
     @property
     def held(self) -> bool:
-        """Whether a call is held by its script."""
+        """True if the script holds a call."""
         return bool(self._holds)
 
     @property
     def records(self) -> dict[int | BlockKey, Record]:
-        """Everything that is really there, by place (by key if it is shared), oldest first."""
+        """All blocks really stored, by place (by key if the tier is shared), oldest first."""
         return self.store.spaces[self.context.namespace]
 
     def stored(self, key: BlockKey) -> bytes | None:
-        """The bytes that are really there, whatever the faults."""
+        """Return the bytes really stored under ``key``, whatever the faults; None if absent."""
         return next((r.data for r in self.records.values() if r.key == key), None)
 
     def batches(self, operation: Operation) -> list[int]:
-        """The size of every batch that ``operation`` was given, in order."""
+        """Return the size of each batch that ``operation`` was given, in order."""
         return [len(call.keys) for call in self.calls if call.operation == operation]
 
     # ---- the tier
@@ -183,7 +183,7 @@ class FakeTier(Tier):
         return step.of(found) if isinstance(step, Wrong) else found
 
     def _read(self, reads: Sequence[Read], part: slice) -> None:
-        """Fill a part of each slot; in between, the slots hold what is of no use to anybody."""
+        """Fill one part of each slot. Between two parts, the slots hold no complete block."""
         for read in reads:
             record = self._record(read)
             if record is not None:
@@ -198,17 +198,17 @@ class FakeTier(Tier):
         return None if block.key in self._forgotten else record
 
     def _where(self, key: BlockKey, place: int) -> int | BlockKey:
-        """Under what a block lies."""
+        """Return what the store files a block under: its place here, its key in shared tiers."""
         del key
         return place
 
     def at(self, key: BlockKey, place: int) -> Record | None:
-        """What is really there of a block, whatever the faults."""
+        """Return the block's record in the store, whatever the faults; None if absent."""
         record = self.records.get(self._where(key, place))
         return None if record is None or record.key != key else record
 
     def _sound(self, read: Read) -> bool:
-        """Whether the block is there; if the tier checks, whether it is what was put."""
+        """Return whether the block is there and, if the tier checks reads, whether it is intact."""
         record = self._record(read)
         if record is not None:
             read.came(record.label, len(record.data))
@@ -232,10 +232,10 @@ class FakeTier(Tier):
             self._keep(record, replace=write.replace)
 
     def _keep(self, record: Record, *, replace: bool) -> None:
-        """Store a block in place of what was there."""
+        """Store a block in place of the old one."""
         del replace
         key, place = record.key, record.place
-        self.records.pop(self._where(key, place), None)  # so that the newest comes last
+        self.records.pop(self._where(key, place), None)  # else it would keep its old position
         self.records[self._where(key, place)] = record
         self._forgotten.discard(key)
         self._damaged.discard(key)
@@ -258,7 +258,7 @@ class FakeTier(Tier):
         return super().spare(salt)
 
     def _say(self, operation: Operation) -> None:
-        """Let happen what the script has for something that is said at once."""
+        """Run the script's next step for a synchronous operation (``spare``, ``gauges``)."""
         step = self._next_step(operation)
         if isinstance(step, Raise):
             raise step.error("scripted")
@@ -294,13 +294,13 @@ class FakeTier(Tier):
         if step is not None:
             await self._happen(step)
 
-    # ---- what happens to a call
+    # ---- the script
 
     @asynccontextmanager
     async def _call(
         self, operation: Operation, blocks: Sequence[_Block]
     ) -> AsyncGenerator[Step | None]:
-        """Note a call and let happen to it what the script says, before or after its effect."""
+        """Note a call and run its step of the script, before or after the call's effect."""
         self._require_open()
         keys = tuple(block.key for block in blocks)
         self.calls.append(Call(operation, keys, self.context.clock.now()))
@@ -348,14 +348,15 @@ class FakeTier(Tier):
         if self._closed:
             raise TierError("the tier is closed", temporary=False)
 
-    # ---- rules that the level has to keep
+    # ---- the level's rules
 
     @contextmanager
     def _patiently(self, operation: Operation) -> Generator[None]:
-        """Check that a call does not come too soon after failures, and see whether it fails.
+        """Check that a call does not come while the breaker is open, and count its failure.
 
-        Only what the level's one writer calls: calls that overlap do not fail in a row. A call
-        that is cancelled tells nothing: it may have been given up long ago.
+        Covers only the calls of the level's one writer, as overlapping calls cannot fail in a row:
+        ``put``, ``remove`` and ``purge``, which counts as a ``remove``. A cancelled call does not
+        count, since it may be an abandoned one.
         """
         kind: Operation = "remove" if operation == "purge" else operation
         if self._patience is None or kind not in {"put", "remove"}:
@@ -368,7 +369,7 @@ class FakeTier(Tier):
         try:
             yield
         except (TierFull, CancelledError) as error:
-            if kind == "put" and isinstance(error, TierFull):  # which is no failure
+            if kind == "put" and isinstance(error, TierFull):  # a full tier is no failure
                 self._failed[kind] = 0
             raise
         except BaseException:
@@ -384,7 +385,7 @@ class FakeTier(Tier):
 
     @contextmanager
     def _in_flight(self, operation: Operation, blocks: Sequence[_Block]) -> Generator[None]:
-        """Check a batch, and that it does not meet another that it must not meet."""
+        """Check a batch, and that no conflicting call is in flight for its keys and places."""
         keys = [block.key for block in blocks]
         places = [] if self.shared else [block.place for block in blocks]
         limit = self.context.capacity_blocks

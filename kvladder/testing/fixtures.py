@@ -1,4 +1,4 @@
-"""What the conformance suite for tiers works with, and the part of it that is about labels."""
+"""Fixtures of the conformance suite for tiers, and the suite's tests of labels."""
 
 from __future__ import annotations
 
@@ -42,47 +42,47 @@ T = TypeVar("T")
 MakeTier = Callable[[], Tier]
 POISON = 0xA5
 SETTLE_S = 0.02
-"""How long a real tier is given to do what it must not do any more."""
+"""Seconds in which a real tier could still do something that it must not do after a call."""
 
 
 class SampleBlock(NamedTuple):
-    """A block of a test: what it is, where it lies, and the slot to put it from or get it into."""
+    """A block of a test: its key and place, and the slot to put it from or get it into."""
 
     key: BlockKey
     place: int
     slot: Slot = NO_SLOT
     facts: Facts = NO_FACTS
     coding: Coding | None = None
-    """What codecs are said to have done to it; then only so many of its bytes are stored."""
+    """Pretended work of codecs, or None; with it, only ``coding.length`` bytes are stored."""
     replace: bool = False
 
     @property
     def ref(self) -> Ref:
-        """What a tier is told of it that need not move it."""
+        """Key and place, as calls that move no bytes take them."""
         return Ref(self.key, self.place)
 
     def of(self, **facts: Any) -> SampleBlock:
-        """The block with other facts."""
+        """Return a copy of the block with other facts."""
         return self._replace(facts=self.facts._replace(**facts))
 
 
 class WatchedRead(LevelRead):
-    """Knows whether anything came."""
+    """A read that records whether the tier called ``came``."""
 
     has_come = False
 
     def came(self, label: Buffer, length: int) -> None:
-        """As of any read."""
+        """Note the call, and do what every read does."""
         assert isinstance(length, int)
         self.has_come = True
         super().came(label, length)
 
 
 class SampleBlocks:
-    """Blocks to put into a tier under test: number n has place n and a slot of its own.
+    """Blocks to put into a tier under test: block n has place n and a slot of its own.
 
-    Holds a claim on every slot while the test lasts, as a level does while a call lasts, and does
-    with labels what a level does.
+    Acts for the level: makes and checks labels, and holds a claim on every slot. A level holds
+    its claims during a call, this class during the whole test.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class SampleBlocks:
     ) -> None:
         self.count = count
         self.labels = Labels(namespace, layout.block_bytes, verify=verify)
-        """Of the level that the tier is under."""
+        """Makes and checks labels, as the tier's level would."""
         self.refused = Counter[Outcome]()
-        """What came from the tier and was of no use, by the reason."""
+        """Number of blocks that the tier delivered and the check refused, by reason."""
         self._arena = arena
         self._size = layout.block_bytes
         leased = arena.lease(count)
@@ -101,28 +101,28 @@ class SampleBlocks:
 
     @staticmethod
     def key(number: int) -> BlockKey:
-        """The key of a block."""
+        """Return the key of block ``number``."""
         return BlockKey(hashlib.sha256(b"block %d" % number).digest())
 
     def data(self, block: SampleBlock) -> bytes:
-        """The bytes that belong to a key, as many as are stored."""
+        """Return the bytes to store for the block; they follow from its key."""
         data = Random(block.key).randbytes(self._size)
         return data if block.coding is None else data[: block.coding.length]
 
     def label(self, block: SampleBlock) -> bytes:
-        """The label that belongs to them."""
+        """Return the label for the block's bytes."""
         return self.labels.pack(block.key, self.data(block), block.facts, block.coding)
 
     def batch(self, tier: Tier) -> list[SampleBlock]:
-        """A batch of two blocks, if the tier takes that many."""
+        """Return a batch of two blocks, or of one if the tier takes no more."""
         return self.some(*range(min(2, tier.batch_max)))
 
     def some(self, *numbers: int) -> list[SampleBlock]:
-        """Blocks, each at its own place with its own slot."""
+        """Return the blocks of these numbers, each with its own place and slot."""
         return [SampleBlock(self.key(n), n, self.slots[n]) for n in numbers]
 
     def writes(self, blocks: Sequence[SampleBlock]) -> list[Write]:
-        """What a level has a tier put."""
+        """Return the argument of ``put`` for these blocks."""
         view = self._arena.view
         return [
             Write(
@@ -138,16 +138,16 @@ class SampleBlocks:
         ]
 
     def reads(self, blocks: Sequence[SampleBlock]) -> list[WatchedRead]:
-        """What a level has a tier get."""
+        """Return the argument of ``get`` for these blocks."""
         side = SlotAccess(self.labels, self._arena.view)
         return [WatchedRead(side, b.key, b.place, b.slot) for b in blocks]
 
     def refs(self, blocks: Sequence[SampleBlock]) -> list[Ref]:
-        """What a level has a tier remove, or asks of it."""
+        """Return the argument of ``remove`` or ``contains`` for these blocks."""
         return [block.ref for block in blocks]
 
     def fill(self, blocks: Sequence[SampleBlock]) -> None:
-        """Write into each slot what belongs to its key; what follows it in the slot is poison."""
+        """Write each block's bytes into its slot, and poison into the rest of the slot."""
         self.poison(blocks)
         for block in blocks:
             data = self.data(block)
@@ -159,29 +159,30 @@ class SampleBlocks:
             self._arena.view(block.slot)[:] = bytes([POISON]) * self._arena.slot_bytes
 
     def bytes_in(self, slot: Slot) -> bytes:
-        """A slot's bytes, those after the block too."""
+        """Return all bytes of a slot, including those after the block."""
         return bytes(self._arena.view(slot))
 
     def right(self, block: SampleBlock) -> bool:
-        """Whether the slot holds what belongs to the key."""
+        """Return whether the block's slot holds the block's bytes."""
         data = self.data(block)
         return self.bytes_in(block.slot)[: len(data)] == data
 
     async def put(self, tier: Tier, *numbers: int) -> list[SampleBlock]:
-        """Have the tier store blocks, in batches that it takes."""
+        """Store the blocks of these numbers in the tier, in batches of at most ``batch_max``."""
         return await self.store(tier, self.some(*numbers))
 
     async def store(self, tier: Tier, blocks: list[SampleBlock]) -> list[SampleBlock]:
-        """Fill the slots of ``blocks`` and have the tier store them."""
+        """Fill the slots of ``blocks``, store them in the tier and return them."""
         self.fill(blocks)
         for batch in batched(tier, blocks):
             assert list(await tier.put(self.writes(batch))) == [True] * len(batch)
         return blocks
 
     async def get(self, tier: Tier, blocks: Sequence[SampleBlock]) -> list[bool | None]:
-        """What a level makes of the tier's answers; fails if they break a rule.
+        """Get blocks, and return what a level concludes; fail if an answer breaks a rule.
 
-        True only for the right bytes; False for what is not there, or was refused.
+        True means that the right bytes came. False means that the block is absent or was refused.
+        None means that the tier could not tell.
         """
         self.poison(blocks)
         found: list[bool | None] = []
@@ -194,7 +195,7 @@ class SampleBlocks:
         return found
 
     def _said(self, block: SampleBlock, read: WatchedRead, said: bool | None) -> bool | None:
-        """What a level makes of one answer."""
+        """Return what a level concludes from one answer."""
         what = f"the block of place {block.place}"
         assert read.has_come or not said, f"it says that {what} is there, and nothing came"
         before, _ = read.verdict
@@ -210,7 +211,7 @@ class SampleBlocks:
         return said
 
     async def contains(self, tier: Tier, blocks: Sequence[SampleBlock]) -> list[bool]:
-        """What the tier says it has."""
+        """Return which of the blocks the tier says it has."""
         found: list[bool] = []
         for batch in batched(tier, self.refs(blocks)):
             found += await tier.contains(batch)
@@ -218,31 +219,31 @@ class SampleBlocks:
         return found
 
     async def remove(self, tier: Tier, blocks: Sequence[SampleBlock]) -> None:
-        """Have the tier forget blocks."""
+        """Remove the blocks from the tier, in batches of at most ``batch_max``."""
         for batch in batched(tier, self.refs(blocks)):
             await tier.remove(batch)
 
     def close(self) -> None:
-        """Check that the tier left the claims alone, and give them up."""
+        """Check that the tier changed no claim, and release the claims."""
         assert [self._arena.claims(slot) for slot in self.slots] == [1] * self.count
         self._arena.release(self.slots)
 
 
 def batched(tier: Tier, blocks: Sequence[T]) -> list[Sequence[T]]:
-    """The blocks in batches that the tier takes; no batch if there are none."""
+    """Split ``blocks`` into batches of at most ``batch_max``; no batch if there are no blocks."""
     step = tier.batch_max
     return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
 class Opener:
-    """Opens a tier on the medium of this test; the one before it is closed first."""
+    """Opens tiers on the medium of this test; each call first closes the tier opened before."""
 
     def __init__(self, make: MakeTier, context: TierContext) -> None:
         self._make = make
         self._context = context
         self._tier: Tier | None = None
         self.recovered: list[RecoveredBlock] = []
-        """What the tier opened last said that it has."""
+        """Blocks that ``recover`` of the last opened tier yielded."""
 
     async def __call__(self, context: TierContext | None = None) -> Tier:
         await self.close()
@@ -255,66 +256,70 @@ class Opener:
         return tier
 
     async def close(self) -> None:
-        """Close the tier that is open."""
+        """Close the open tier, if there is one."""
         if self._tier is not None:
             await self._tier.aclose()
             self._tier = None
 
 
 class TierFixtures:
-    """The fixtures of ``TierTests``, and what a subclass may declare."""
+    """Fixtures of ``TierTests``, and the attributes and methods that a subclass may override."""
 
     pytestmark = pytest.mark.sim_loop
 
     real = False
-    """Whether to run on a real loop with threads: for tiers that really wait for something."""
+    """True to run on a real loop with threads, for tiers that do real I/O."""
     survives = False
-    """Whether a tier finds again what an earlier one on its medium stored."""
+    """True if a tier recovers the blocks that an earlier one stored on the same medium."""
     ends = True
-    """Whether its medium tells where a block ends, if its label says that there is more."""
+    """True if the medium knows where a block ends. A block cut short is then detected even
+    without a checksum."""
 
     async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
-        """Read a block behind the tier's back; override it to have ``put`` checked by it."""
+        """Read a block's bytes without the tier; override it to have ``put`` checked."""
         pytest.skip("there is no raw_get")
 
     async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
-        """Have this lie there for a block, whatever it is; override it to have ``get`` checked."""
+        """Store this label and data for a block without the tier, valid or not.
+
+        Override it to have ``get`` checked.
+        """
         pytest.skip("there is no raw_put")
 
     async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
-        """Damage a stored block on its medium; override it to have checks checked."""
+        """Damage a stored block on its medium; override it to have damage detection checked."""
         pytest.skip("there is no raw_corrupt")
 
     # ---- fixtures
 
     @pytest.fixture
     def make(self) -> MakeTier:
-        """A function that makes a tier on the medium of this test; must be overridden."""
+        """Return a function that makes a tier on the medium of this test; must be overridden."""
         raise NotImplementedError("give the class a fixture `make` that returns a function")
 
     @pytest.fixture
     def block_bytes(self) -> int:
-        """Bytes of a block: by default they do not fill its slot."""
+        """Return the size of a block in bytes; the default does not fill the slot."""
         return 6000
 
     @pytest.fixture
     def layout(self, block_bytes: int) -> Layout:
-        """What the blocks are."""
+        """Return the layout of the blocks."""
         return Layout(block_tokens=16, block_bytes=block_bytes)
 
     @pytest.fixture
     def namespace(self, layout: Layout) -> Namespace:
-        """Of all blocks, but where a test says so."""
+        """Return the namespace of all blocks; a few tests use another one."""
         return layout.namespace(salt="suite")
 
     @pytest.fixture
     def capacity(self, make: MakeTier) -> int:
-        """How many blocks the tier is told to hold."""
+        """Return the tier's capacity in blocks."""
         return max(8, 3 * make().batch_max)
 
     @pytest.fixture
     def arena(self, layout: Layout, capacity: int) -> Iterator[Arena]:
-        """An arena with a slot for each block."""
+        """Yield an arena with one slot per block; check afterwards that no claim is left."""
         arena = Arena.create(capacity, layout.slot_bytes)
         yield arena
         free = arena.free
@@ -325,7 +330,7 @@ class TierFixtures:
     async def context(
         self, arena: Arena, layout: Layout, namespace: Namespace, capacity: int
     ) -> AsyncIterator[TierContext]:
-        """What the tier is opened with."""
+        """Yield the context that tiers are opened with."""
         if self.real:
             pool = BlockingPool(4, "kvladder-suite")
             yield TierContext(arena, layout, namespace, capacity, SystemClock(), pool.run)
@@ -336,38 +341,38 @@ class TierFixtures:
 
     @pytest_asyncio.fixture
     async def opened(self, make: MakeTier, context: TierContext) -> AsyncIterator[Opener]:
-        """Opens tiers one after the other on one medium."""
+        """Yield an opener of tiers on this test's medium; close its last tier afterwards."""
         opener = Opener(make, context)
         yield opener
         await opener.close()
 
     @pytest_asyncio.fixture
     async def tier(self, opened: Opener) -> Tier:
-        """An opened, empty tier."""
+        """Return an opened, empty tier."""
         return await opened()
 
     @pytest.fixture
     def blocks(
         self, arena: Arena, layout: Layout, namespace: Namespace, capacity: int
     ) -> Iterator[SampleBlocks]:
-        """As many blocks as the tier has places."""
+        """Yield one block per place of the tier; release their slots afterwards."""
         blocks = SampleBlocks(arena, layout, capacity, namespace)
         yield blocks
         blocks.close()
 
     async def settle(self) -> None:
-        """Give the tier time to do what it must not do any more."""
+        """Wait long enough for forbidden late effects of a call to show."""
         await asyncio.sleep(SETTLE_S if self.real else 1000.0)
 
     def only_if_it_survives(self, opened: Opener) -> None:
-        """The rest of a test is for tiers that find what was stored; others find nothing."""
+        """Skip the rest of a test unless ``survives``; check that other tiers recover nothing."""
         if not self.survives:
             assert opened.recovered == []
             pytest.skip("it does not survive")
 
 
 def coded(block: SampleBlock, length: int, steps: int = 1) -> SampleBlock:
-    """The block as if codecs had made so many bytes of it."""
+    """Return the block as if ``steps`` codecs had encoded it to ``length`` bytes."""
     packed = b"".join(
         packed_step(1000 + number, bytes([255 - number]) * PARAMS_BYTES) for number in range(steps)
     )
@@ -375,9 +380,9 @@ def coded(block: SampleBlock, length: int, steps: int = 1) -> SampleBlock:
 
 
 class LabelTests(TierFixtures):
-    """Part of ``TierTests``."""
+    """The tests of ``TierTests`` about labels."""
 
-    # ---- what is stored beside a block comes back
+    # ---- labels come back
 
     async def test_keeps_lengths_and_what_codecs_did(
         self, tier: Tier, blocks: SampleBlocks
@@ -396,7 +401,7 @@ class LabelTests(TierFixtures):
         self.only_if_it_survives(opened)
         assert await blocks.get(tier, items) == [True]
 
-    # ---- what it says
+    # ---- answers
 
     async def test_nothing_comes_of_what_is_not_there(
         self, tier: Tier, blocks: SampleBlocks
@@ -413,7 +418,7 @@ class LabelTests(TierFixtures):
             assert await blocks.get(tier, items) == [True]
         assert not +blocks.refused
 
-    # ---- what may lie there instead
+    # ---- wrong or damaged data on the medium
 
     async def test_the_label_of_another_block_is_a_miss(
         self, tier: Tier, blocks: SampleBlocks
@@ -469,7 +474,7 @@ class LabelTests(TierFixtures):
             await self.lies_there(tier, blocks, noise.randbytes(LABEL_BYTES), noise.randbytes(6000))
 
     async def lies_there(self, tier: Tier, blocks: SampleBlocks, label: bytes, data: bytes) -> None:
-        """One block of a batch is refused, the others come, and a put replaces what lay there."""
+        """Check that of a batch this block alone is refused, and that a put replaces it."""
         items = await blocks.put(tier, *range(min(3, tier.batch_max)))
         bad = items[len(items) // 2]
         await self.raw_put(tier, bad.ref, label, data)

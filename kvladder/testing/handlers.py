@@ -1,4 +1,4 @@
-"""The conformance suite for handlers: what every handler has to do, as tests to inherit."""
+"""The conformance suite for handlers: the rules for every handler, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ BLOCK, CONTEXT = 16, 64
 
 
 class HandlerTests:
-    """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
+    """Conformance tests. Inherit, name the class ``Test...`` and define a fixture ``make``::
 
         class TestMine(HandlerTests):
             @pytest.fixture
             def make(self):
                 return lambda name: MyState(name, heads=2, dtype="float32")
 
-    It returns what makes a handler of a name. A block of it should take less than a MiB.
+    ``make`` returns a function from a name to a handler. A block of the handler should take less
+    than 1 MiB.
     """
 
     @pytest.fixture
     def make(self) -> MakeHandler:
-        """A function that makes a handler; must be overridden."""
+        """Return a function that makes a handler of a given name; must be overridden."""
         raise NotImplementedError("give the class a fixture `make` that returns a function")
 
     @pytest.fixture
     def beside(self) -> Sequence[ResourceHandler]:
-        """What a plan of it has beside it; override it if it needs others."""
+        """Return the other handlers of each plan; override it if yours needs different ones."""
         return [Layer("beside", 1, 16, "float32")]
 
     @pytest.fixture
     def layer(self) -> Any:
-        """A layer of a Hugging Face cache, after one token, of which it collects something.
+        """Return a layer of a Hugging Face cache, after one token, that the handler collects from.
 
-        None if it collects nothing.
+        None if the handler collects nothing.
         """
         return None
 
     def plan(self, *handlers: ResourceHandler) -> CachePlan:
-        """A plan of these."""
+        """Return a plan of these handlers."""
         tokens = {"block_tokens": BLOCK, "max_tokens": CONTEXT, "checkpoint_tokens": BLOCK}
         return CachePlan(handlers, **tokens)
 
-    # ---- what it says of itself
+    # ---- declarations
 
     def test_is_what_it_was_made(self, make: MakeHandler) -> None:
         one: Any = make("one")
@@ -170,13 +171,13 @@ class HandlerTests:
 
 
 def views_of(memory: PlanMemory) -> dict[str, torch.Tensor]:
-    """All that lies in a plan's memory, by name."""
+    """Return every tensor in a plan's memory, by name."""
     found = {name: view for held in memory.tensors for name, view in held.items()}
     return found | {one.name: memory.apart(one.name) for one in memory.plan.alone}
 
 
 def begun(cache: DeviceCache, prompt: Sequence[int]) -> Any:
-    """A request that is ready."""
+    """Begin a request, wait until its blocks have arrived, and return it."""
     request = cache.requests.begin(prompt)
     while request.arriving:
         cache.wait(0.1)
@@ -186,7 +187,7 @@ def begun(cache: DeviceCache, prompt: Sequence[int]) -> Any:
 
 
 def settle(cache: DeviceCache) -> None:
-    """Until no copy is under way."""
+    """Wait until no copy or transfer is in flight."""
     while cache.port.busy or not cache.manager.idle():
         cache.wait(0.01)
         cache.poll()

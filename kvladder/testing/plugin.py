@@ -1,10 +1,10 @@
-"""The pytest plugin of the test kit: pytest-asyncio's tests and fixtures on the simulated loop.
+"""The pytest plugin of the test kit: runs pytest-asyncio's tests on the simulated loop.
 
-An ``async def`` test that is marked ``sim_loop``, or whose class or module is, runs on a
-:class:`~kvladder.testing.sim.SimLoop`, and so do its async fixtures; if it is also marked ``real``
-or its class has ``real = True``, on a loop of the platform. A task that such a test leaves behind
-fails it. What any test logs while a cache's lock is held fails that test. ``--sim-seed`` chooses
-the interleaving.
+An ``async def`` test marked ``sim_loop``, by itself, its class or its module, runs on a
+:class:`~kvladder.testing.sim.SimLoop`. Its async fixtures do, too. If the test is also marked
+``real``, or its class has ``real = True``, both run on a loop of the platform. Such a test fails
+if it leaves a task behind. Any test fails if something is logged while a cache's lock is held.
+``--sim-seed`` chooses the interleaving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a failing interleaving be run again, and others be explored."""
+    """Add ``--sim-seed``, which repeats a failing interleaving or explores others."""
     group = parser.getgroup("kvladder")
     group.addoption("--sim-seed", type=int, default=0, help="seed of simulated event loops")
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Watch(logging.Handler):
-    """Sees what is logged under a lock: a handler that blocks would block the engine, too."""
+    """Records what is logged under a lock: there, a slow log handler would block the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fail a test that has something logged under a cache's lock."""
+    """Fail a test that logs under a cache's lock, and note that a test failed."""
     try:
         return (yield from _watched())
     except BaseException:
@@ -78,7 +78,7 @@ def pytest_runtest_teardown() -> Generator[None, Any, Any]:
 def _watched() -> Generator[None, Any, Any]:
     root, watch = logging.getLogger(), _Watch()
     outer = [handler for handler in root.handlers if isinstance(handler, _Watch)]
-    for handler in outer:  # of a test that runs tests
+    for handler in outer:  # there are some if a test runs pytest itself
         root.removeHandler(handler)
     root.addHandler(watch)
     try:
@@ -96,7 +96,7 @@ def _watched() -> Generator[None, Any, Any]:
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> None:
-    """Let one mark do: in its strict mode pytest-asyncio runs only what is marked ``asyncio``."""
+    """Mark ``sim_loop`` tests ``asyncio``: strict pytest-asyncio runs only tests so marked."""
     if inspect.iscoroutinefunction(obj) and collector.istestfunction(obj, name):
         own = {mark.name for mark in getattr(obj, "pytestmark", ())}
         if "asyncio" not in own and (MARK in own or collector.get_closest_marker(MARK)):
@@ -107,7 +107,7 @@ def pytest_pycollect_makeitem(
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Function
 ) -> Generator[None, Any, Mapping[str, Callable[[], asyncio.AbstractEventLoop]]]:
-    """Name the simulated loop for tests that are marked; to others leave what they have."""
+    """Return the simulated loop for ``sim_loop`` tests; leave the loops of others as they are."""
     found = yield
     real = item.get_closest_marker("real") or getattr(item.cls, "real", False)
     if item.get_closest_marker(MARK) and not real:
@@ -120,7 +120,7 @@ def pytest_asyncio_loop_factories(
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
-    """Have tasks looked for when async fixtures have ended, before their loop is closed."""
+    """Check for leftover tasks after the async fixtures have ended, before the loop closes."""
     found = yield
     if isinstance(found, asyncio.Runner) and request.node.get_closest_marker(MARK):
         fixturedef.addfinalizer(functools.partial(_require_no_tasks, found, request.node))

@@ -13,7 +13,7 @@ STEPS = 400
 
 
 class SortedModel:
-    """Prioritized LRU as plainly as can be: a dict that is sorted whenever somebody asks."""
+    """The simplest prioritized LRU: a dict, sorted at each request for the order."""
 
     def __init__(self) -> None:
         self._rank: dict[int, tuple[int, int]] = {}
@@ -34,28 +34,31 @@ class SortedModel:
         del self._rank[handle]
 
     def order(self) -> list[int]:
-        """All handles, the next to go first."""
+        """Return all handles, the next to be evicted first."""
         return sorted(self._rank, key=self._rank.__getitem__)
 
 
 class PolicyTests:
-    """Inherit from it, name the class ``Test...`` and give it a fixture ``policy``, a new one."""
+    """Conformance tests. Inherit, name the class ``Test...`` and define a fixture ``policy``.
+
+    The fixture returns a new, empty policy.
+    """
 
     prioritized_lru = True
-    """Whether it evicts the lowest priority first, then the least recently used; set it to False
-    for a policy with an order of its own, which then only has to be consistent."""
+    """True if the policy evicts the lowest priority first, then the least recently used. Set it to
+    False for a policy with another order; the tests then only require that it is consistent."""
 
     @pytest.fixture
     def policy(self) -> EvictionPolicy:
-        """A new policy; must be overridden."""
+        """Return a new, empty policy; must be overridden."""
         raise NotImplementedError("give the class a fixture `policy`")
 
     def drain(self, policy: EvictionPolicy) -> list[int]:
-        """Pop everything."""
+        """Pop and return all handles."""
         return [policy.pop() for _ in range(len(policy))]
 
     def only_prioritized_lru(self) -> None:
-        """The rest of a test is about one order."""
+        """Skip the rest of a test unless ``prioritized_lru``."""
         if not self.prioritized_lru:
             pytest.skip("it has an order of its own")
 

@@ -1,4 +1,4 @@
-"""A network that is slow, breaks, or swallows everything: a TCP proxy for tests of clients."""
+"""A TCP proxy that simulates a bad network in tests of clients: slow, broken or silent."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ PIECE_BYTES = 64 << 10
 
 
 class SlowNetwork:
-    """Stands between clients and a server on loopback; an async context manager.
+    """A proxy between clients and a server on loopback; an async context manager.
 
-    Every attribute may be changed at any time, also while bytes are under way.
+    Every attribute may be changed at any time, also while bytes are in flight.
 
     Parameters
     ----------
     port:
-        Where the server listens on 127.0.0.1.
+        The port of 127.0.0.1 at which the server listens.
     """
 
     def __init__(self, port: int) -> None:
         self.server_port = port
         self.bytes_per_s = 0.0
-        """How fast each direction of a connection is; 0 means as fast as it goes."""
+        """Speed of each direction of a connection; 0 means no limit."""
         self.latency_s = 0.0
-        """How much later every piece arrives."""
+        """Seconds by which every piece is delayed."""
         self.refusing = False
-        """Whether new connections are closed at once."""
+        """True to close new connections at once."""
         self.stray = b""
-        """Sent once, before the next piece that comes from the server."""
+        """Bytes to send once, before the next piece from the server."""
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._listener: asyncio.Server | None = None
         self.port = 0
-        """Where clients connect to, on 127.0.0.1."""
+        """The port of 127.0.0.1 to which clients connect."""
 
     async def __aenter__(self) -> Self:
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -52,11 +52,11 @@ class SlowNetwork:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def swallow(self) -> None:
-        """From now on nothing arrives any more, in either direction, and nothing is closed."""
+        """Hold back all bytes from now on, in both directions, without closing a connection."""
         self._open.clear()
 
     def deliver(self) -> None:
-        """What was swallowed arrives after all."""
+        """Deliver the bytes that ``swallow`` held back, and carry on as before."""
         self._open.set()
 
     def cut(self) -> None:

@@ -1,6 +1,7 @@
-"""Real Redis or Valkey servers for tests: on free loopback ports, ended by their process.
+"""Real Redis or Valkey servers for tests, on free loopback ports, each in a child process.
 
-The program is ``redis-server``, or what ``KVLADDER_REDIS_SERVER`` names, e.g. ``valkey-server``.
+The program is ``redis-server``. Set ``KVLADDER_REDIS_SERVER`` to use another, e.g.
+``valkey-server``.
 """
 
 from __future__ import annotations
@@ -31,32 +32,33 @@ from cryptography.x509.oid import NameOID
 START_TIMEOUT_S = 300.0
 _TRIES_PER_S = 100
 _RANGE = range(18_000, 22_700)
-"""Below the ports that Linux gives to connections (from 32,768 on), as is 10,000 above each of
-them, where a node of a Redis cluster listens too."""
+"""Ports for servers. A node of a Redis cluster also listens 10,000 above its port. Both numbers
+are below 32,768, from where Linux takes ports for outgoing connections."""
 _claims = os.open(
     Path(tempfile.gettempdir()) / f"kvladder-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT, 0o600
 )
-"""A file of which each byte's lock claims a port for one process, until that ends."""
+"""A file for locks: a lock on byte N claims port N for a process until the process ends."""
 _given: set[int] = set()
 _choosing = threading.Lock()
-"""Held while this process claims: its threads would all have one lock."""
+"""Held while this process claims a port: a file lock does not separate its threads."""
 
 
 def program() -> str | None:
-    """The server's program, or None if there is none here."""
+    """Return the path of the server's program, or None if it is not installed."""
     return shutil.which(os.environ.get("KVLADDER_REDIS_SERVER", "redis-server"))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, and that no process is given a second time.
+    """Return ports without a listener; no other running process is given them.
 
     Raises
     ------
     RuntimeError
-        If all of them are taken.
+        There are not enough free ports.
     """
     ports: list[int] = []
-    first = os.getpid() * 61  # so that processes rarely meet, and one's ports rest for a while
+    # processes start at different ports, and a process that ended leaves its ports unused a while
+    first = os.getpid() * 61
     for number in range(first, first + len(_RANGE)):
         if len(ports) == count:
             break
@@ -81,12 +83,12 @@ def _claim(port: int) -> bool:
 
 
 class ServerProcess:
-    """A server in a process of its own; a context manager, at whose end it is killed.
+    """A server in a child process; a context manager that kills it on exit.
 
     Parameters
     ----------
     log:
-        The file that it writes to.
+        The file for the server's output.
     """
 
     def __init__(self, log: Path) -> None:
@@ -95,12 +97,12 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """Process id of the running server."""
         assert self._process is not None
         return self._process.pid
 
     def launch(self, command: Sequence[str], *conditions: Callable[[], bool]) -> None:
-        """Start the process and wait until all these hold; if they do not, it is killed."""
+        """Start the process and wait until all conditions hold; kill it if one does not."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - ours
         try:
@@ -111,26 +113,32 @@ class ServerProcess:
             raise
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until ``condition`` holds."""
+        """Wait until ``condition`` holds.
+
+        Raises
+        ------
+        AssertionError
+            The process ended, or the condition did not hold within ``timeout_s``.
+        """
         assert self._process is not None
         for _ in range(int(timeout_s * _TRIES_PER_S)):
             if condition():
                 return
-            with suppress(subprocess.TimeoutExpired):  # a wait that ends with the process
+            with suppress(subprocess.TimeoutExpired):  # returns early only if the process ended
                 self._process.wait(1 / _TRIES_PER_S)
                 raise AssertionError(self._log.read_text())
         raise AssertionError(f"not within {timeout_s:g} s: {condition}")
 
     def pause(self) -> None:
-        """Stop the process where it is: its sockets stay open and nobody answers."""
+        """Suspend the process (SIGSTOP): its sockets stay open, but nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Have it go on."""
+        """Resume a suspended process."""
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process and wait until it has ended."""
         self._signal(signal.SIGKILL)
         assert self._process is not None
         self._process.wait()
@@ -147,16 +155,16 @@ class ServerProcess:
 
 
 class RedisServer(ServerProcess):
-    """One server. What it logs is in ``folder``.
+    """One Redis or Valkey server, started at construction. Its log is in ``folder``.
 
     Parameters
     ----------
     folder:
-        Where it works.
+        Parent of the server's working folder.
     settings:
-        Options of its command line, without dashes.
+        Settings of its configuration file, as names and values.
     tls:
-        The folder of :func:`certificates`: it listens for TLS only.
+        A folder made by :func:`certificates`. With it, the server accepts only TLS.
     mode:
         ``""`` or ``"--sentinel"``.
     """
@@ -194,22 +202,22 @@ class RedisServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Its URL, without a user."""
+        """URL of the server, without a user."""
         return f"{'rediss' if self._tls else 'redis'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the process, again on the same port, and wait until it answers."""
+        """Start the process and wait until it answers; a restart uses the same port."""
         found = program()
         assert found is not None, "install redis-server"
         config = self.folder / "server.conf"
-        if not config.exists():  # a Sentinel, and CONFIG REWRITE, write into it
+        if not config.exists():  # a restart keeps what a Sentinel or CONFIG REWRITE wrote into it
             rows = (f'{name} "{value}"' for name, value in self._settings)
             config.write_text("\n".join(rows) + "\n")
         arguments = [found, str(config), *([self._mode] if self._mode else [])]
         self.launch(arguments, self.answers)
 
     def answers(self) -> bool:
-        """Whether it takes commands; one that wants a password first does as well."""
+        """Return whether the server replies, if only to ask for a password."""
         client = self.client()
         try:
             client.ping()
@@ -222,13 +230,13 @@ class RedisServer(ServerProcess):
         return True
 
     def client(self, **settings: Any) -> Any:
-        """A plain client of redis-py's, to look behind a tier's back."""
+        """Return a plain redis-py client, to look at the server without the tier."""
         if self._tls is not None:
             settings |= {"ssl": True, "ssl_ca_certs": str(self._tls / "ca.crt")}
         return redis.Redis(port=self.port, socket_timeout=60, **settings)
 
     def run(self, *command: str | int | bytes, **settings: Any) -> Any:
-        """The reply to one command."""
+        """Run one command and return its reply."""
         client = self.client(**settings)
         try:
             return client.execute_command(*command)
@@ -236,8 +244,8 @@ class RedisServer(ServerProcess):
             client.close()
 
     def configure(self, **settings: str | int) -> None:
-        """Change settings while it runs; their names with ``_`` for ``-``."""
-        for name, value in settings.items():  # servers before 7.0 take one at a time
+        """Change settings of the running server; write ``_`` for ``-`` in their names."""
+        for name, value in settings.items():  # before 7.0, CONFIG SET takes only one setting
             self.run("CONFIG", "SET", name.replace("_", "-"), value)
 
 
@@ -249,9 +257,10 @@ def redis_cluster(
     replicas: int = 0,
     settings: Sequence[tuple[str, str]] = (),
 ) -> Generator[list[RedisServer]]:
-    """Servers that share the slots of one cluster evenly; they are killed at the end.
+    """Start a cluster, yield its servers, and kill them at the end.
 
-    With ``replicas``, so many of each follow in the list, at first one of each, in the same order.
+    The list begins with ``nodes`` masters, which share the slots evenly. The replicas follow: one
+    of each master in the masters' order, then the second of each, and so on.
     """
     settings = [("cluster-enabled", "yes"), ("cluster-node-timeout", "2000"), *settings]
     with ExitStack() as started:
@@ -265,7 +274,7 @@ def redis_cluster(
         def are_whole() -> bool:
             if all(_is_whole(server, nodes, count_all) for server in servers):
                 return True
-            if next(tries) % (5 * _TRIES_PER_S) == 0:  # who is busy forgets whom it was to meet
+            if next(tries) % (5 * _TRIES_PER_S) == 0:  # a busy server gives up a handshake
                 for server in servers:
                     server.run("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
             return False
@@ -283,7 +292,10 @@ def _is_whole(server: RedisServer, masters: int, nodes: int) -> bool:
 
 
 def certificates(folder: Path) -> Path:
-    """A folder with ``ca.crt``, ``server.crt`` and ``server.key`` for 127.0.0.1, valid a day."""
+    """Write ``ca.crt``, ``server.crt`` and ``server.key`` into ``folder`` and return it.
+
+    They are for 127.0.0.1 and valid for a day.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())

@@ -1,4 +1,4 @@
-"""A fake tier that others put into and remove from, as they do with a server."""
+"""A fake shared tier: like a server, it also takes blocks and removals from other engines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvladder.tiers.label import NO_FACTS, Labels, Ref, Write
 
 
 class SharedFakeTier(FakeTier):
-    """Stores blocks by key, each once: who puts it again is told that it is stored.
+    """Stores blocks by key. A second put of a block changes nothing and reports it as stored.
 
-    To remove what is still of use to others breaks a rule: ``removable`` says what is not.
+    To remove a block that others may still use breaks a rule. Blocks for which ``removable`` is
+    true may be removed. After the tier was full once, all may.
     """
 
     shared = True
 
     removable: Callable[[BlockKey], bool] = frozenset[BlockKey]().__contains__
-    """Whether a user had a block removed, or purged; for the test to say."""
+    """Returns whether a user removed or purged a block; the test sets it."""
     was_full = False
-    """Whether it had no room once: then others may have to make way."""
+    """True if a put once raised TierFull: from then on, blocks may be removed to make room."""
 
     def _where(self, key: BlockKey, place: int) -> int | BlockKey:
         del place
@@ -50,10 +51,10 @@ class SharedFakeTier(FakeTier):
         wanted = [key for key, _ in blocks if not (self.was_full or self.removable(key))]
         self._require(not wanted, "a block is removed that others may use")
         await super().remove(blocks)
-        self.others_remove([key for key, _ in blocks])  # expired ones, too
+        self.others_remove([key for key, _ in blocks])  # also expired ones, which at() hides
 
     def others_put(self, blocks: Mapping[BlockKey, bytes]) -> None:
-        """Another engine stores blocks."""
+        """Store blocks as another engine would."""
         context = self.context
         labels = Labels(context.namespace, context.layout.block_bytes, verify=True)
         for key, data in blocks.items():
@@ -61,7 +62,7 @@ class SharedFakeTier(FakeTier):
             self._keep(Record(key, NO_PLACE, NO_FACTS, label, data), replace=False)
 
     def others_remove(self, keys: Sequence[BlockKey]) -> None:
-        """Another engine, or the server itself, removes blocks."""
+        """Remove blocks as another engine, or the server itself, would."""
         for key in keys:
             self.records.pop(key, None)
 

@@ -1,7 +1,7 @@
-"""A simulated event loop: no real time, no threads, every interleaving has a seed.
+"""A simulated event loop: no real time, no threads, and a seed for every interleaving.
 
-What runs here runs the same way each time it is given the same seed, waits of hours take no time,
-and a wait that nobody will ever end is an error instead of a hang.
+The same seed gives the same run each time. Waits of hours take no time. A wait that nothing will
+ever end raises :class:`Deadlock` instead of hanging.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 TURNS_MAX = 10_000
-"""Turns of the loop at one instant after which somebody must be polling."""
+"""Most turns of the loop at one instant; more mean that code polls without waiting."""
 TURNS_TOTAL_MAX = 1_000_000
-"""Turns of the loop after which whoever polls, with time going by, polls for ever."""
+"""Most turns of the loop in a run; more mean that code polls for ever while time passes."""
 RESOLUTION_S = 1e-9
-"""The loop takes a timer as due if it is less than this in the future."""
+"""A timer is due if it is less than this many seconds in the future."""
 EPOCH_S = 1_800_000_000.0
-"""What the wall clock shows when a simulated loop begins, in seconds since the epoch."""
+"""Wall time at which a simulated loop begins, in seconds since the epoch."""
 
 
 class SimulationError(AssertionError):
@@ -39,14 +39,14 @@ class Deadlock(SimulationError):
 
 
 class Livelock(SimulationError):
-    """The loop turns and turns while time stands still: somebody polls instead of waiting."""
+    """The loop made too many turns: some code polls instead of waiting."""
 
 
 _SUSPENDED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"))
 
 
 def where(task: asyncio.Task[Any]) -> str:
-    """The name of a task and the lines at which it is suspended, the innermost last."""
+    """Return a task's name and the lines at which it is suspended, the innermost last."""
     places: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
@@ -62,7 +62,7 @@ def where(task: asyncio.Task[Any]) -> str:
 
 
 class _Selector(selectors.SelectSelector):
-    """Never blocks and never sees a file become ready; passes the time on to the loop."""
+    """A selector that never blocks and has no ready files; it passes the timeout to the loop."""
 
     turn: Callable[[float | None], None]
 
@@ -74,9 +74,9 @@ class _Selector(selectors.SelectSelector):
 class SimLoop(asyncio.SelectorEventLoop):
     """An event loop whose time jumps to the next timer as soon as nothing is ready.
 
-    Callbacks that are ready run in an order drawn from ``seed``: what relies on the order of two
-    ``call_soon`` is found out. (The order is kept only among the callbacks of one future, which
-    asyncio promises.) Threads and executors raise, and sockets never become ready.
+    Ready callbacks run in a random order drawn from ``seed``. This finds code that relies on the
+    order of two ``call_soon``. Only the callbacks of one future keep their order, as asyncio
+    promises. Threads and executors raise, and sockets never become ready.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -99,14 +99,17 @@ class SimLoop(asyncio.SelectorEventLoop):
         super().run_forever()
 
     def _turn(self, timeout: float | None) -> None:
-        """Once per turn: ``timeout`` is 0 if something is ready, None if nothing ever will be."""
+        """Advance the time; called once per turn of the loop.
+
+        ``timeout`` is 0 if a callback is ready, and None if none ever will be.
+        """
         if timeout is None:
             tasks = sorted(map(where, asyncio.all_tasks(self))) or ["no task at all"]
             raise Deadlock(f"nothing will ever happen again at {self._now:g} s:\n" + _lines(tasks))
         self._turns_total += 1
         if timeout > 0 and self._turns_total <= TURNS_TOTAL_MAX:
             then = self._now + timeout
-            if then == self._now or then + RESOLUTION_S == then:  # a timer is due only if passed
+            if then == self._now or then + RESOLUTION_S == then:  # else no timer would be due
                 then = math.nextafter(then, math.inf)
             self._now = then
             self._turns = 0
@@ -136,12 +139,12 @@ class SimLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        if self._now < when < self._now + RESOLUTION_S:  # or it would be due before its time
+        if self._now < when < self._now + RESOLUTION_S:  # else it would run too early
             when = self._now + RESOLUTION_S
         return super().call_at(when, callback, *args, context=context)
 
     def _run_one(self) -> None:
-        """Run one of the callbacks that wait: whichever, but those of one future in order."""
+        """Run one waiting callback, chosen at random; those of one future run in order."""
         chosen = self._random.randrange(len(self._waiting))
         future = self._waiting[chosen][1]
         if future is not None:
@@ -171,15 +174,15 @@ def _lines(texts: list[str]) -> str:
 
 
 def sim_run(work: Coroutine[Any, Any, T], seed: int = 0) -> T:
-    """Run ``work`` to its end on a :class:`SimLoop` of its own."""
+    """Run ``work`` to its end on a new :class:`SimLoop` and return its result."""
     with asyncio.Runner(loop_factory=lambda: SimLoop(seed)) as runner:
         return runner.run(work)
 
 
 class SimClock:
-    """The two clocks of a simulated loop; also right on a real one.
+    """The two clocks of a simulated loop; also right on a real loop.
 
-    ``epoch_s`` is the wall time at which the loop began: two processes need not agree on it.
+    ``epoch_s`` is the wall time when the loop's time is 0. Each simulated process may have its own.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, epoch_s: float = EPOCH_S) -> None:
@@ -187,16 +190,16 @@ class SimClock:
         self._epoch_s = epoch_s
 
     def now(self) -> float:
-        """The loop's time in seconds."""
+        """Return the loop's time in seconds."""
         return self._loop.time()
 
     def wall(self) -> float:
-        """Seconds since the epoch: the loop began at ``epoch_s``."""
+        """Return the wall time: ``epoch_s`` plus the loop's time, in seconds since the epoch."""
         return self._epoch_s + self._loop.time()
 
 
 class InlineBlocking:
-    """Stands in for ``run_blocking``: the function runs on the loop, at once and as a whole.
+    """Replaces ``run_blocking``: runs the function on the loop itself, without interruption.
 
     Parameters
     ----------
@@ -215,10 +218,10 @@ class InlineBlocking:
 
 
 class SimThreads:
-    """Stands in for a few threads that run blocking functions, one each, on the loop.
+    """Replaces a pool of threads: runs at most ``threads`` blocking functions at once, on the loop.
 
-    A thread whose call was cancelled and has not ended is replaced by another one, as
-    ``kvladder.runtime.BlockingPool`` does.
+    A cancelled call that has not ended no longer counts: another call may take its thread. This is
+    how ``kvladder.runtime.BlockingPool`` replaces stuck threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -239,9 +242,10 @@ class SimThreads:
 
 
 async def _blocking(result: Any, given_up: Callable[[], None]) -> Any:
-    """What a blocking function returned; a coroutine takes its time as a thread would.
+    """Return a blocking function's result; if it is a coroutine, await it as if in a thread.
 
-    That is cancelled once it has ended; ``given_up`` is called when it should be.
+    Cancellation does not interrupt the coroutine. It calls ``given_up`` at once, and takes effect
+    when the coroutine has ended.
     """
     if not hasattr(result, "__await__"):
         return result
@@ -257,4 +261,4 @@ async def _blocking(result: Any, given_up: Callable[[], None]) -> Any:
 
 
 inline_blocking = InlineBlocking()
-"""Runs a blocking function after one turn of the loop."""
+"""A ``run_blocking`` that runs the function after one turn of the loop."""

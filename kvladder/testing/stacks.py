@@ -1,4 +1,4 @@
-"""A whole cache over given tiers in one line, on the loop that runs."""
+"""A complete cache over given tiers, opened in one line on the running loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUT = Layout(block_tokens=4, block_bytes=64, fields={"model": "simulated"})
 
 @dataclass(frozen=True)
 class LevelSpec:
-    """A level below host."""
+    """The tier and the settings of a level below host."""
 
     tier: Tier
     rule: OffloadRule = field(default_factory=OffloadRule)
@@ -44,37 +44,37 @@ class LevelSpec:
 
 
 class LoopPortal:
-    """Stands in for ``Runtime`` where the engine's side runs on the loop itself."""
+    """Replaces ``Runtime`` where the engine's code runs on the loop itself."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     @property
     def post(self) -> Post:
-        """``call_soon``: the engine is on the loop thread."""
+        """The loop's ``call_soon``, which suffices as the engine runs in the loop's thread."""
         return self._loop.call_soon
 
     def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """Not here: await ``aclose`` of :class:`SimCache` instead of ``close`` of its manager."""
+        """Raise AssertionError: await ``SimCache.aclose`` instead of closing its manager."""
         del timeout_s
         work.close()
         raise AssertionError("on a loop, await aclose")
 
     @property
     def faults(self) -> int:
-        """None: they end the test."""
+        """Always 0: a fault ends the test."""
         return 0
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Nothing to end."""
+        """Do nothing: the test owns the loop."""
         del timeout_s
 
 
 class SimCache:
-    """A manager whose tiers, loop and engine are all on the running loop.
+    """A cache manager with its tiers and a simulated engine, all on the running loop.
 
-    ``save`` and ``load`` fill slots with ``payload`` and check it; ``aclose`` asserts that nothing
-    is left behind.
+    ``save`` fills slots with ``payload``, and ``load`` checks them. ``aclose`` asserts that no slot
+    is still claimed.
     """
 
     def __init__(self, manager: CacheManager, stack: TierStack) -> None:
@@ -99,12 +99,12 @@ class SimCache:
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
-        Blocking calls go to ``threads``. ``shares`` are those of host.
+        ``threads`` runs blocking calls. ``shares`` are the quotas of the host level.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
         edges = [spec.settings.pipeline.codecs for spec in levels]
-        # as little scratch as there may be, so that batches are stored in parts
+        # the least scratch that works, so that batches are stored in parts
         scratch = [min(2, scratch_blocks(codecs, layout.slot_bytes)) for codecs in edges]
         arena = Arena.create(slots + sum(scratch), layout.slot_bytes)
         aside = [arena.set_aside(count) for count in scratch]
@@ -155,17 +155,17 @@ class SimCache:
 
     @staticmethod
     def keys(*path: int) -> list[BlockKey]:
-        """The keys of a prefix: equal paths have equal keys."""
+        """Return the keys of a prefix; equal paths have equal keys."""
         steps = range(1, len(path) + 1)
         return [BlockKey(hashlib.sha256(repr(path[:n]).encode()).digest()) for n in steps]
 
     @staticmethod
     def payload(key: BlockKey) -> bytes:
-        """The bytes of the block of this name."""
+        """Return the 64 bytes of the block named ``key``."""
         return hashlib.sha512(key).digest()
 
     def save(self, keys: Sequence[BlockKey], **options: Any) -> int:
-        """Save blocks as an engine does, filling their slots; how many found one."""
+        """Save blocks as an engine does, and return how many got a slot."""
         save = self.manager.save(keys, **options)
         for index, slot in zip(save.indices, save.slots, strict=True):
             self.arena.view(slot)[:64] = self.payload(keys[index])
@@ -173,7 +173,7 @@ class SimCache:
         return len(save.indices)
 
     async def load(self, keys: Sequence[BlockKey], *, deadline_s: float = 60.0) -> list[str]:
-        """Load a prefix as an engine does, checking every byte: where each block came from."""
+        """Load a prefix as an engine does, check every byte, and return each block's source."""
         fetch = self.manager.fetch(keys, deadline_s=deadline_s)
         while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
             await asyncio.sleep(0.01)
@@ -184,13 +184,13 @@ class SimCache:
         return sources
 
     async def settle(self) -> None:
-        """Wait until no level has anything left to write."""
+        """Wait until no level has a pending write."""
         while self.stack.pending:  # noqa: ASYNC110 - as seen from outside
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
 
     async def aclose(self, *, flush_timeout_s: float = 10.0) -> None:
-        """Close, and assert that no slot is claimed and that the arena is sound."""
+        """Close the cache; assert that the arena is consistent and that no slot is claimed."""
         await self.stack.aclose(flush_timeout_s=flush_timeout_s)
         self.arena.check()
         assert self.arena.free == self.arena.slots, "a slot is still claimed"

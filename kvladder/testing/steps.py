@@ -1,4 +1,4 @@
-"""The steps of a fake tier's script: what can happen to a call."""
+"""The steps of a fake tier's script: the faults that a call can meet."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ Operation = Literal[
     "open", "get", "put", "remove", "contains", "recover", "purge", "spare", "gauges", "aclose"
 ]
 SAID_AT_ONCE = ("spare", "gauges")
-"""What a tier says without being awaited: only steps that name it are for it."""
+"""Synchronous operations; only a step that names one in ``on`` applies to it."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Step:
-    """One thing that happens to calls."""
+    """One fault, for one or more calls."""
 
     on: Operation | None = None
-    """To which calls; None means whichever is awaited next."""
+    """Operation that the step applies to; None means the next awaited call, except ``aclose``."""
     times: int | None = 1
-    """How often before the script goes on; None means for ever."""
+    """Number of calls that the step applies to; None means no limit."""
     after: bool = False
-    """Whether the call has already had its effect, and only the answer is still to come."""
+    """True if the step comes after the call's effect, so that only the answer is affected."""
 
     async def happen(self) -> CancelledError | None:
-        """Do it. What is raised is what the caller of the tier gets; what is returned, later."""
+        """Carry out the step during a call.
+
+        An error raised here ends the call at once. A returned CancelledError is raised at the end
+        of the call, after its effect.
+        """
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class ShortRead(Step):
 
 @dataclass(eq=False)
 class Raise(Step):
-    """The call raises what no tier may raise: an error of Python, or what ends a thread."""
+    """The call raises an error that no tier may raise, e.g. a ValueError or a SystemExit."""
 
     error: type[BaseException]
 
@@ -82,12 +86,12 @@ class Raise(Step):
 
 @dataclass(eq=False)
 class Wrong(Step):
-    """The call has its effect and answers nonsense: too much, too little, or something else."""
+    """The call has its effect, but its answer is too long, too short or of a wrong type."""
 
     answer: Literal["long", "short", "nothing", "words"]
 
     def of(self, right: Sequence[bool | None]) -> Any:
-        """What is said instead of the right answer."""
+        """Return the wrong answer in place of the right one."""
         if self.answer == "nothing":
             return None
         if self.answer == "words":
@@ -97,10 +101,10 @@ class Wrong(Step):
 
 @dataclass(eq=False, kw_only=True)
 class Hold(Step):
-    """The call stops until ``let_go``: what happens meanwhile happens between two of its lines.
+    """The call stops until ``let_go``, so a test can act in the middle of the call.
 
-    A ``stubborn`` one is not ended by cancellation either, as a thread in a system call is not:
-    once it is let go it does what it was asked to do, and only then ends as cancelled.
+    With ``stubborn``, cancellation does not end the call either, like a thread in a system call.
+    After ``let_go``, the cancelled call still has its effect, and only then ends as cancelled.
     """
 
     stubborn: bool = False
@@ -108,11 +112,11 @@ class Hold(Step):
     _free: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def reached(self) -> None:
-        """Wait until a call has got here."""
+        """Wait until a call has reached this step."""
         await self._reached.wait()
 
     def let_go(self) -> None:
-        """Let calls go on, those that are to come too."""
+        """Let held calls continue, and let later ones pass without a stop."""
         self._free.set()
 
     async def happen(self) -> CancelledError | None:
@@ -129,7 +133,7 @@ class Hold(Step):
 
 
 class Hang(Hold):
-    """The call does not end until it is cancelled, or the tier healed or closed."""
+    """The call hangs until it is cancelled, or until the tier is healed or closed."""
 
 
 class Block(Hang):
@@ -137,7 +141,10 @@ class Block(Hang):
 
 
 def troubles(times: int | None, *, after: bool) -> list[Step]:
-    """One of each kind, for so many calls, before or after the effect of each."""
+    """Return faults of each allowed kind, for ``times`` calls each.
+
+    With ``after``, failures and the first hang come after the call's effect.
+    """
     return [
         Fail(times=times, after=after, temporary=after),
         Hang(times=times, after=after),
@@ -148,7 +155,7 @@ def troubles(times: int | None, *, after: bool) -> list[Step]:
 
 
 def misbehaviours(random: Random, times: int | None, *, after: bool) -> list[Step]:
-    """What no tier should do, and some that goes on at one kind of call only."""
+    """Return misbehaviour that no tier may show, and faults limited to one kind of call."""
     answer: Literal["long", "short", "nothing", "words"]
     answer = random.choice(("long", "short", "nothing", "words"))
     errors = (SystemExit, KeyboardInterrupt, GeneratorExit, ValueError, CancelledError)

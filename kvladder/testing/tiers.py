@@ -1,4 +1,4 @@
-"""The conformance suite for tiers: what every tier has to do, as tests to inherit."""
+"""The conformance suite for tiers: the rules for every tier, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvladder.tiers.label import Labels, Outcome, RecoveredBlock, Ref
 
 
 class TierTests(LabelTests):
-    """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
+    """Conformance tests. Inherit, name the class ``Test...`` and define a fixture ``make``::
 
         class TestMine(TierTests):
             survives = True
@@ -26,10 +26,11 @@ class TierTests(LabelTests):
             def make(self, tmp_path):
                 return lambda: MyTier(MyTier.Options(path=str(tmp_path)))
 
-    It returns what makes a tier, not opened yet, on the one medium of this test, empty at first.
+    ``make`` returns a function. The function makes a tier that is not opened yet. All tiers of one
+    test use the same medium, which is empty at first.
     """
 
-    # ---- what it says of itself
+    # ---- declarations
 
     def test_declares_what_it_is(self, make: MakeTier) -> None:
         tier = make()
@@ -98,7 +99,7 @@ class TierTests(LabelTests):
     async def test_blocks_of_equal_bytes(
         self, tier: Tier, blocks: SampleBlocks, context: TierContext, byte: int
     ) -> None:
-        """Nothing about the bytes of a block makes it a miss."""
+        """Check that no value of a block's bytes, e.g. all zeros, makes the block a miss."""
         size = context.layout.block_bytes
         items = blocks.some(0)
         context.arena.view(items[0].slot)[:size] = bytes([byte]) * size
@@ -181,7 +182,7 @@ class TierTests(LabelTests):
         again = await blocks.store(tier, [old._replace(place=place)])
         assert await blocks.get(tier, again) == [True]
 
-    # ---- behind its back
+    # ---- access to the medium without the tier
 
     async def test_stores_what_an_independent_reader_finds(
         self, tier: Tier, blocks: SampleBlocks
@@ -228,7 +229,7 @@ class TierTests(LabelTests):
     async def test_a_block_of_a_shared_tier_is_a_miss_once_it_has_expired(
         self, tier: Tier, blocks: SampleBlocks, context: TierContext
     ) -> None:
-        """``Read.check`` looks at the time, too: a level serves no expired block in any case."""
+        """Allow both answers: the server expired the block, or ``Read.check`` refused it."""
         if not tier.shared:
             pytest.skip("its level knows when its blocks expire")
         wall, own = context.clock.wall, blocks.labels
@@ -357,7 +358,7 @@ class TierTests(LabelTests):
             await asyncio.gather(tier.remove(blocks.refs(items)), blocks.get(tier, items))
             assert await blocks.get(tier, items) == [False]
 
-    # ---- the end
+    # ---- closing
 
     async def test_may_be_closed_twice(self, tier: Tier, blocks: SampleBlocks) -> None:
         await blocks.put(tier, 0)
@@ -478,7 +479,7 @@ class TierTests(LabelTests):
         other = replace(context, namespace=context.layout.namespace(salt="another"))
         try:
             tier = await opened(other)
-        except ConfigError:  # the medium is somebody else's: as good
+        except ConfigError:  # the tier may also refuse a medium that has another namespace
             return
         assert opened.recovered == []
         blocks.labels = Labels(other.namespace, other.layout.block_bytes, verify=True)

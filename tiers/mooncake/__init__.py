@@ -1,1 +1,1 @@
-"""A tier of a Mooncake Store, the distributed engine that others operate."""
+"""A tier over a Mooncake Store, a distributed object store that runs apart from kvladder."""

@@ -1,6 +1,6 @@
-"""The Mooncake tier: blocks as objects of a Mooncake Store, whose nodes give the memory.
+"""The Mooncake tier: blocks as objects of a Mooncake Store, in the memory of its nodes.
 
-Tried with mooncake-transfer-engine 0.3.13: see docs/mooncake.md.
+Tested with mooncake-transfer-engine 0.3.13: see docs/mooncake.md.
 """
 
 from __future__ import annotations
@@ -35,48 +35,48 @@ BATCH_BYTES = 64 << 20
 BATCH_BLOCKS_MAX = 64
 PROBE_BLOCKS_MAX = 4096
 LABEL_STRIDE = 1024
-"""From one label to the next in the memory that is registered for them."""
+"""Bytes from one label to the next in the memory registered for labels."""
 LOCAL_BUFFER = Size(16 << 20)
 THREADS = 4
-"""As many calls as the context's threads can have under way."""
+"""Most calls in flight: the number of the context's threads."""
 LIST_TIMEOUT_S = 5.0
 # error_code.h of the store
 OK, NOT_THERE, THERE_ALREADY, NO_ROOM, LEASE_OVER = 0, -704, -705, -200, -707
 NOT_READY = -703
-"""Of a block whose put has not ended, and never will if what put it has died."""
+"""Error for a block whose put has not ended. If the writer has died, it never will."""
 ABSENT = frozenset({NOT_THERE, NOT_READY})
 UNREAD = -1
-"""None of the store's errors: of a block that was not asked for yet."""
+"""Code for a block that was not requested yet; not an error of the store."""
 MASTER_HINT = "see that mooncake_master runs there"
 
 
 class MooncakeOptions(Settings, frozen=True, kw_only=True):
-    """What a configuration says about a Mooncake tier."""
+    """The settings of a Mooncake tier."""
 
     master: Address
     """Host and port of ``mooncake_master``."""
     metadata: str = "P2PHANDSHAKE"
-    """The metadata server; by default nodes tell each other."""
+    """URL of the metadata server; by default the nodes exchange metadata directly."""
     protocol: str = "tcp"
     devices: str = ""
     """RDMA devices, as Mooncake names them."""
     host: str = "127.0.0.1"
-    """The address at which nodes reach this machine."""
+    """Address at which the nodes reach this machine."""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16, description="a number from 1 to 16")] = 1
     pin_priority: Annotated[
         int, msgspec.Meta(ge=0, le=PRIORITY_MAX + 1, description="a priority, or 101 for none")
     ] = PRIORITY_MAX + 1
-    """Blocks of this priority and above are pinned softly: evicted after all others."""
+    """Lowest priority of blocks that are soft-pinned, i.e. evicted after all others."""
     admin: Address | None = None
-    """Host and port of the master's HTTP server: a purge of one salt has it list names."""
+    """Host and port of the master's HTTP server, which lists names for a purge of one salt."""
 
 
 class MooncakeTier(Tier):
     """Objects ``kvladder:{version}:{namespace}:{block}``: a label, then the stored bytes.
 
-    Bytes go straight from and to slots, which the store has registered. Its calls block and cannot
-    be cancelled, a node that is stopped keeps them for good, and what it sent lands later: so this
-    tier always runs in a process of its own.
+    Bytes go straight from and to slots, whose memory is registered with the store. The store's
+    calls block and cannot be cancelled. If a node hangs, they never return, and its data may
+    arrive later. So this tier always runs in a process of its own.
     """
 
     Options: ClassVar[type[MooncakeOptions]] = MooncakeOptions
@@ -91,9 +91,9 @@ class MooncakeTier(Tier):
         self._configs: tuple[Any, Any]
         self._labels: mmap.mmap
         self._areas: SimpleQueue[int] = SimpleQueue()
-        """Where in ``_labels`` a call may keep those of its batch."""
+        """Free areas of ``_labels``, as offsets; a call uses one for the labels of its batch."""
         self._shorter = False
-        """Whether blocks were last seen to be stored with fewer bytes than they have in slots."""
+        """True if the last get found blocks stored with fewer bytes than a whole block."""
         self._closed = False
 
     async def examine(
@@ -128,7 +128,7 @@ class MooncakeTier(Tier):
         code = store.setup(
             f"{options.host}:{_free_port(options.host)}",
             options.metadata,
-            0,  # bytes: it gives none of its memory
+            0,  # bytes of memory that this client offers to the store
             int(LOCAL_BUFFER),
             options.protocol,
             options.devices,
@@ -150,7 +150,7 @@ class MooncakeTier(Tier):
         self._store = store
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a call of the store in a thread."""
+        """Run a call of the store in a thread; raise TierError if the tier is closed."""
         if self._closed:
             raise TierError("the tier is closed", temporary=False)
         result: T = await self.context.run_blocking(function, *arguments)
@@ -158,7 +158,7 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _area(self) -> Generator[int]:
-        """Room for the labels of a batch."""
+        """Lend an area for the labels of a batch; wait until one is free."""
         area = self._areas.get()
         try:
             yield area
@@ -169,7 +169,7 @@ class MooncakeTier(Tier):
         return self._prefix + key.hex()
 
     def _parts(self, at: int, slot: Slot, length: int) -> tuple[list[int], list[int]]:
-        """Where a label and the bytes of a block lie, and how long they are."""
+        """Return the addresses and the lengths of a block's label and bytes."""
         arena = self.context.arena
         return (
             [self._labels_at + at, arena.address + slot * arena.slot_bytes],
@@ -179,7 +179,7 @@ class MooncakeTier(Tier):
     def _label(self, at: int) -> memoryview:
         return memoryview(self._labels)[at : at + LABEL_BYTES]
 
-    # ---- the calls, each with what runs in a thread
+    # ---- the calls, each with its function for a thread
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         return await self._run(self._get, reads) if reads else []
@@ -190,7 +190,7 @@ class MooncakeTier(Tier):
             places = [area + n * LABEL_STRIDE for n in range(len(reads))]
             guessed = {} if self._shorter else dict.fromkeys(range(len(reads)), whole)
             codes = dict.fromkeys(range(len(reads)), UNREAD) | self._fill(reads, places, guessed)
-            # sizes have to be right to the byte, and codecs make less of a block
+            # the store needs the exact size, and codecs make blocks shorter
             others = [n for n, code in codes.items() if code < 0 and code not in ABSENT]
             sizes = {n: self._store.get_size(self._name(reads[n].key)) for n in others}
             codes |= {n: size for n, size in sizes.items() if size < 0}
@@ -203,7 +203,7 @@ class MooncakeTier(Tier):
             for n, code in codes.items():
                 if code > LABEL_BYTES:
                     reads[n].came(self._label(places[n]), code - LABEL_BYTES)
-                    reads[n].check()  # while it is in a cache
+                    reads[n].check()  # now, while it is in a CPU cache
                 elif n in lengths and n not in sure:
                     reads[n].came(bytes(1), 0)  # no block has this size
                     reads[n].check()
@@ -218,7 +218,7 @@ class MooncakeTier(Tier):
     def _fill(
         self, reads: Sequence[Read], places: Sequence[int], lengths: Mapping[int, int]
     ) -> dict[int, int]:
-        """Read blocks of known lengths; the bytes of each, or an error below 0."""
+        """Read blocks of known lengths; return the bytes read of each, or an error below 0."""
         if not lengths:
             return {}
         parts = [self._parts(places[n], reads[n].slot, size) for n, size in lengths.items()]
@@ -254,7 +254,7 @@ class MooncakeTier(Tier):
                     )
                     codes |= zip(chosen, answer, strict=True)
             for n, write in enumerate(writes):
-                if write.replace:  # rare, so that a copy does not matter
+                if write.replace:  # rare, so the cost of a copy does not matter
                     stored = bytes(write.view[: write.length])
                     codes[n] = self._store.upsert_parts(
                         self._name(write.key), write.label(), stored
@@ -269,7 +269,7 @@ class MooncakeTier(Tier):
 
     def _remove(self, names: list[str]) -> None:
         with self._area():
-            codes = self._store.batch_remove(names, True)  # whoever has a lease
+            codes = self._store.batch_remove(names, True)  # True: even while a lease is held
         failed = [code for code in codes if code != OK and code not in ABSENT]
         if failed:
             raise TierError(f"{len(failed)} of {len(names)} blocks are left: error {failed[0]}")
@@ -306,7 +306,7 @@ class MooncakeTier(Tier):
         return count
 
     def _list(self) -> list[str]:
-        """All names that the master knows."""
+        """Return all names that the master knows."""
         if not self.options.admin:
             what = "admin is not set, and only the master's HTTP server there lists the blocks"
             raise TierError(f"one salt cannot be purged: {what}", temporary=False)
@@ -319,7 +319,7 @@ class MooncakeTier(Tier):
             raise TierError(f"{url} does not list the blocks: {error}") from error
 
     def _purge(self, names: list[str], salt: bytes) -> int:
-        """Remove those whose labels name the salt, and those that have no whole label."""
+        """Remove the blocks whose labels name the salt, and those without a valid label."""
         with self._area() as area:
             at, each = self._labels_at + area, [[n * LABEL_STRIDE] for n in range(len(names))]
             sizes = [[LABEL_BYTES]] * len(names)
@@ -355,11 +355,11 @@ class MooncakeTier(Tier):
         }
 
     async def aclose(self) -> None:
-        self._closed = True  # the store ends with its process: closing it at work is a crash
+        self._closed = True  # the store ends with its process: closing it during a call crashes
 
 
 def _library() -> Any:
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is the process of this tier alone
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # affects only this tier's own process
     try:
         return import_module("mooncake.store")
     except ImportError as error:
@@ -372,7 +372,7 @@ def _library() -> Any:
 
 
 def _free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Return a port of ``host`` that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,1 +1,1 @@
-"""A tier whose blocks are in other caches: kvladder on other machines, reached by NIXL."""
+"""A tier whose blocks are in other kvladder caches, e.g. on other machines, reached by NIXL."""

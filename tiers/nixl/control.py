@@ -1,4 +1,4 @@
-"""The control channel: ZeroMQ sockets with CURVE, on the event loop of whoever uses them."""
+"""The control channel: ZeroMQ sockets with CURVE, on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvladder.tiers.nixl.messages import FRAME_BYTES_MAX
 
 QUEUE_MAX = 1024
 DRAIN_MAX = 64
-"""Messages that are taken before others have their turn."""
+"""Messages that are taken before the loop runs other callbacks."""
 LINGER_MS = 200
 _BROKEN: dict[int, str] = {
     zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
@@ -32,16 +32,20 @@ class Control(Protocol):
     """A client's end of the channel."""
 
     def send(self, data: bytes) -> None:
-        """Send a frame; one that cannot be sent now is lost."""
+        """Send a frame; a frame that cannot be sent now is lost."""
         ...
 
     def close(self) -> None:
-        """Send what is on its way, and nothing more."""
+        """Send the frames already queued, then close."""
         ...
 
 
 class Dial(Protocol):
-    """Connects to a far end; ``take`` is told each frame, ``broke`` once why it is over."""
+    """Connects to a far end, i.e. another cache's end of the channel.
+
+    ``take`` is called with each frame, and ``broke`` with the reason if the connection breaks. Both
+    may be called several times.
+    """
 
     def __call__(
         self, take: Callable[[bytes], None], broke: Callable[[TierError], None], /
@@ -49,13 +53,15 @@ class Dial(Protocol):
 
 
 class Mailbox:
-    """A socket whose messages go to a function, on the loop.
+    """Passes each message of a socket to a function, on the loop.
 
     Parameters
     ----------
+    take:
+        Called with each message.
     whose:
-        Takes the public key of a message's sender, as the socket's gate named it, and the message.
-        If it is given, ``take`` is not called.
+        Called instead of ``take`` if given, with the sender's public key and the message. The key
+        is the one that the socket's authentication named.
     """
 
     def __init__(
@@ -73,14 +79,14 @@ class Mailbox:
         self._later()
 
     def send(self, *frames: bytes) -> None:
-        """Send a message; one that cannot be sent now is lost."""
+        """Send a message; a message that cannot be sent now is lost."""
         if not self._socket.closed:
             with suppress(zmq.Again):
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             self._later()
 
     def _later(self) -> None:
-        """The descriptor tells of a message once only, and not always when it comes."""
+        """Schedule a look for messages: the descriptor signals only once, and not every message."""
         if self._due is None:
             self._due = self._loop.call_soon(self._drain)
 
@@ -98,7 +104,7 @@ class Mailbox:
         self._later()
 
     def _next(self) -> None:
-        """Take a message; raises zmq.Again if there is none."""
+        """Pass one message on; raise zmq.Again if there is none."""
         if self._whose is None:
             self._take(self._socket.recv_multipart(zmq.NOBLOCK))
             return
@@ -106,7 +112,7 @@ class Mailbox:
         self._whose(str(frames[-1].get("User-Id")), [frame.bytes for frame in frames])
 
     def close(self) -> None:
-        """Send what is on its way, and take nothing more."""
+        """Send the messages already queued, and take no more; may be repeated."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(LINGER_MS)
@@ -115,7 +121,7 @@ class Mailbox:
 
 
 def prepared(context: zmq.Context[Any], kind: int, keys: KeyFile) -> zmq.Socket[Any]:
-    """A socket with everything set but who is at its other end."""
+    """Return a socket with all its options set, not connected yet."""
     socket: zmq.Socket[Any] = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = FRAME_BYTES_MAX
@@ -127,12 +133,12 @@ def prepared(context: zmq.Context[Any], kind: int, keys: KeyFile) -> zmq.Socket[
 
 @cache
 def _context() -> zmq.Context[Any]:
-    """Of all connections that this process makes."""
+    """Return the ZeroMQ context that all connections of this process share."""
     return zmq.Context()
 
 
 class Dialled:
-    """A connection to a far end, over once it is closed: it is not made again."""
+    """A connection to a far end; once closed, it is not made again."""
 
     def __init__(
         self,
@@ -165,11 +171,11 @@ class Dialled:
             self._broke(TierError(_BROKEN[event], temporary=may_mend))
 
     def send(self, data: bytes) -> None:
-        """Send a frame."""
+        """Send a frame; a frame that cannot be sent now is lost."""
         self._mailbox.send(data)
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection; may be repeated."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._watch.close()

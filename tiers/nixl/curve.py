@@ -1,4 +1,4 @@
-"""Keys of the control channel: CURVE, as ZeroMQ has it. Each end knows whom it talks to."""
+"""Keys of the control channel: ZeroMQ's CURVE, by which each end authenticates the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HINT = "expected a file that kvladder serve --new-keys has made"
 
 
 class Rights(NamedTuple):
-    """The namespaces that a client may use; None for all."""
+    """The namespaces that a client may read and write; None means all."""
 
     read: frozenset[bytes] | None = None
     write: frozenset[bytes] | None = None
@@ -38,31 +38,31 @@ ALL = Rights()
 
 
 class Tenant(Settings, frozen=True, kw_only=True):
-    """Clients of a server that may use some namespaces only."""
+    """A group of a server's clients that may use only some namespaces."""
 
     name: str
     peers: list[Key]
-    """Their public keys."""
+    """Public keys of the clients."""
     read: tuple[Space, ...] = ()
     write: tuple[Space, ...] = ()
-    """Which they read as well."""
+    """Namespaces that the clients may write, and also read."""
 
     @property
     def rights(self) -> Rights:
-        """What they may do."""
+        """Rights of each of the clients."""
         return Rights(*(frozenset(map(bytes.fromhex, one)) for one in (self.read, self.write)))
 
 
 class KeyFile(Settings, frozen=True, kw_only=True):
-    """A file with the keys of one end."""
+    """The content of a key file of one end."""
 
     secret: Key
-    """Its own."""
+    """Secret key of this end."""
     peers: list[Key]
-    """The public ones of those that it talks to: of a client the far end's, or the reverse. Those
-    that a server has here may use all namespaces."""
+    """Public keys of the other ends: in a client's file the far end's key, in a server's file keys
+    of clients that may use all namespaces."""
     tenants: tuple[Tenant, ...] = ()
-    """Of a server, clients that may use some namespaces only."""
+    """In a server's file, the clients that may use only some namespaces."""
 
     def __post_init__(self) -> None:
         keys = [*self.peers, *(key for tenant in self.tenants for key in tenant.peers)]
@@ -71,18 +71,24 @@ class KeyFile(Settings, frozen=True, kw_only=True):
 
     @property
     def rights(self) -> dict[str, Rights]:
-        """What each client of a server may do, by its public key."""
+        """Rights of each client of a server, by public key."""
         named = {key: one.rights for one in self.tenants for key in one.peers}
         return {**dict.fromkeys(self.peers, ALL), **named}
 
     @property
     def public(self) -> bytes:
-        """Its own."""
+        """Public key of this end."""
         return zmq.curve_public(self.secret.encode())
 
 
 def read_keys(path: str) -> KeyFile:
-    """The keys in a file; raises ConfigError."""
+    """Read a key file.
+
+    Raises
+    ------
+    ConfigError
+        The file is missing, readable by others or not a key file, or it names no peer.
+    """
     file = Path(path)
     try:
         if file.stat().st_mode & 0o077:
@@ -94,7 +100,7 @@ def read_keys(path: str) -> KeyFile:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError) and error.path == "keys":
             raise
-        # not what it says: it may quote a secret
+        # leave out the error's own text: it may quote a secret
         why = error.strerror if isinstance(error, OSError) else "not a file of keys"
         raise ConfigError(f"{path}: {why}", path="keys", hint=HINT) from None
     if not keys.peers and not any(tenant.peers for tenant in keys.tenants):
@@ -103,9 +109,9 @@ def read_keys(path: str) -> KeyFile:
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
-    """Write ``server.keys`` and ``client.keys`` into a folder; raises OSError if one is there.
+    """Write ``server.keys`` and ``client.keys`` into a folder, and return their paths.
 
-    All clients of a server share the latter.
+    All clients of a server share ``client.keys``. Raises OSError if one of the files exists.
     """
     (server, server_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,5 +128,5 @@ def make_keys(folder: Path) -> tuple[Path, Path]:
 
 
 def _quoted(key: bytes) -> str:
-    """For a YAML file; there is neither a quote nor a backslash in Z85."""
+    """Return a key as text for a quoted YAML string; Z85 has no quote and no backslash."""
     return key.decode()

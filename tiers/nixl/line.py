@@ -1,4 +1,4 @@
-"""The client's end of a connection to one far end, and the line that makes it again and again."""
+"""The client's end of a connection to one far end, and the line that keeps reconnecting it."""
 
 from __future__ import annotations
 
@@ -47,46 +47,46 @@ from kvladder.tiers.nixl.pump import Pump, doze
 
 HEARTBEAT_S = 0.5
 SILENT_MAX = 4
-"""Heartbeats without an answer after which a far end is taken for dead."""
+"""Heartbeats without an answer after which the connection counts as broken."""
 CONNECT_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.2, 5.0
 TIMEOUT_S = 60.0
-"""For a call whose level waits for ever."""
+"""Time limit of a call if its level sets none."""
 INNER = 0.5
-"""Of a call's time: after it the call is given up here, so that the fence fits into the rest."""
+"""Share of a call's time after which the call is aborted here, so the fence fits in the rest."""
 QUIET_S = 0.4
-"""How long what was given up may go on before the fence; less where a call has little time."""
+"""Seconds that an aborted operation has to end before the fence; less for short time limits."""
 
 R = TypeVar("R", bound=Message)
 
 
 class Client(NamedTuple):
-    """What all connections of a tier have in common."""
+    """The settings that all connections of a tier share."""
 
     namespace: Namespace
     block_bytes: int
     plane: Callable[[], Awaitable[Plane]]
-    """Makes one; half a second, the first time."""
+    """Makes a plane; this takes half a second the first time."""
     timeout_s: float | None
     nap: Callable[[], None] = doze
 
 
 class Channel:
-    """Questions and answers; once broken it stays so, and whoever made it closes it."""
+    """Requests and their answers. Once broken, a channel stays broken; its owner must close it."""
 
     def __init__(self, dial: Dial) -> None:
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._joined = False
-        """Whether the far end is to know this one."""
+        """True once the session has begun, so that the far end must know this end."""
         self._silent = 0
         self.broken: asyncio.Future[TierError] = self._loop.create_future()
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self._control = dial(self._take, self.fail)
 
     async def greet(self) -> None:
-        """See whether anybody is there who knows this end; raises TierError."""
+        """Check that the far end answers and knows this end's key; raise TierError if not."""
         await self._asked(Ping(self._number()), Pong, CONNECT_S)
 
     def _number(self) -> int:
@@ -111,7 +111,7 @@ class Channel:
             future.set_result(message)
 
     async def _asked(self, message: Message, wanted: type[R], within_s: float | None = None) -> R:
-        """The answer to a message; raises TierError."""
+        """Send a message and return its answer; raise TierError if it fails or comes too late."""
         if self.broken.done():
             raise _again(self.broken.result())
         future = self._waiting[message.op] = self._loop.create_future()
@@ -135,7 +135,7 @@ class Channel:
         raise error
 
     def fail(self, error: TierError) -> None:
-        """It is broken: nobody waits for an answer any more."""
+        """Mark the channel as broken, and fail all pending requests; only the first call counts."""
         if not self.broken.done():
             self.broken.set_result(_again(error))
             for future in self._waiting.values():
@@ -143,7 +143,7 @@ class Channel:
                     future.set_exception(_again(error))
 
     def close(self) -> None:
-        """End it; may be called again."""
+        """Close the channel; may be repeated."""
         self.fail(TierError("the tier is closed", temporary=False))
         if not self.closed.done():
             self._control.close()
@@ -151,10 +151,10 @@ class Channel:
 
 
 class Connection(Channel):
-    """A session with a far end, and the agent that is its alone.
+    """A session with a far end, with a data plane (a NIXL agent) of its own.
 
-    An operation that is given up, or whose connection breaks, ends when nothing touches its slots:
-    by the far end's word, or by ``close``, the fence.
+    An aborted operation ends only when nothing touches its slots any more. Either the far end
+    confirms this, or ``close`` ensures it by destroying the agent: the fence.
     """
 
     def __init__(self, client: Client, dial: Dial) -> None:
@@ -168,10 +168,10 @@ class Connection(Channel):
         self._far_slots = 0
         self.writable = False
 
-    # ---- the beginning and the end
+    # ---- opening and closing
 
     async def open(self) -> None:
-        """Begin the session; raises TierError, not temporary if it is refused."""
+        """Begin the session; raise TierError if that fails, not temporary if it is refused."""
         await self.greet()
         client = self._client
         self._plane = plane = await client.plane()
@@ -189,7 +189,11 @@ class Connection(Channel):
         self._beating = asyncio.create_task(self._beat(), name="kvladder-nixl-beat")
 
     async def _beat(self) -> None:
-        """See whether the far end lives. Beats are counted, in case this process was stopped."""
+        """Check that the far end is alive, for ever.
+
+        Missed heartbeats are counted, not timed. So if this process was suspended, the far end is
+        not taken for dead.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._silent += 1
@@ -199,7 +203,7 @@ class Connection(Channel):
             self._pump.touch()
 
     def close(self) -> None:
-        """The fence: after it nothing of this connection touches a slot, here or there."""
+        """Close the connection. This is the fence: it touches no slot any more, at either end."""
         self.fail(TierError("the tier is closed", temporary=False))
         if self._beating is not None:
             self._beating.cancel()
@@ -213,7 +217,7 @@ class Connection(Channel):
     # ---- the calls
 
     async def lookup(self, keys: Sequence[bytes]) -> bytes:
-        """A byte for each key, 1 if it is there."""
+        """Return a byte for each key: 1 if the far end has the block, else 0."""
         message = Lookup(self._number(), b"".join(keys))
         have = (await self._asked(message, Found, self._limit_s)).have
         if len(have) != len(keys):
@@ -221,15 +225,15 @@ class Connection(Channel):
         return have
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Have it forget blocks."""
+        """Remove blocks from the far end."""
         await self._asked(Remove(self._number(), b"".join(keys)), Done, self._limit_s)
 
     async def purge(self, salt: bytes | None) -> int:
-        """Have it forget all blocks of this namespace, or those of one salt in it; how many."""
+        """Remove all blocks of this namespace, or of one salt in it; return how many."""
         return (await self._asked(Purge(self._number(), salt), Done)).count
 
     async def get(self, keys: Sequence[bytes], slots: Sequence[int]) -> Got:
-        """Have blocks written into slots here; a length of 0 is a miss."""
+        """Let the far end write blocks into slots here; a length of 0 in the answer is a miss."""
         message = Get(self._number(), b"".join(keys), list(slots))
         async with self._operation(message.op):
             with self._pump.busy():
@@ -246,9 +250,10 @@ class Connection(Channel):
         facts: Sequence[Facts],
         label: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
     ) -> list[bool | None]:
-        """Write blocks from slots here; ``label`` makes the labels of those that are wanted.
+        """Write blocks from slots here to the far end.
 
-        Returns whether each is there now; None if it may be offered again at once.
+        ``label`` makes the labels of the blocks that the far end wants, given by index. Returns
+        for each block whether the far end has it now; None if it may be offered again at once.
         """
         op = self._number()
         async with self._operation(op):
@@ -274,24 +279,24 @@ class Connection(Channel):
         lengths: Sequence[int],
         label: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
     ) -> bytes:
-        """Write what is wanted, and meanwhile make its labels; those of all, packed."""
+        """Write the wanted blocks and make their labels meanwhile; return all labels, packed."""
         wanted = [n for n, slot in enumerate(granted) if slot >= 0]
         picked = ([column[n] for n in wanted] for column in (slots, granted, lengths))
         writing = self._pump.write(*picked)
         try:
-            await asyncio.sleep(0)  # first the bytes: they travel while labels are made
+            await asyncio.sleep(0)  # post the bytes first: they travel while labels are made
             made = dict(zip(wanted, await label(wanted), strict=True))
             await asyncio.shield(writing)
-        finally:  # until it has ended, bytes of slots here are sent
+        finally:  # the slots here are in use until the write has ended
             with self._fence_later():
                 await _ended(writing)
         return labels_packed(made.get(n, b"") for n in range(len(slots)))
 
-    # ---- what is given up
+    # ---- aborted operations
 
     @asynccontextmanager
     async def _operation(self, op: int) -> AsyncGenerator[None]:
-        """An operation that touches slots: it has a limit, and a sure end."""
+        """Run an operation that uses slots, with a time limit; on failure, wait for its end."""
         try:
             async with asyncio.timeout(self._limit_s):
                 yield
@@ -302,7 +307,7 @@ class Connection(Channel):
             raise
 
     async def _give_up(self, op: int) -> None:
-        """Wait until nothing touches the slots of an operation."""
+        """Abort an operation and wait until nothing touches its slots."""
         with self._pump.busy(), self._fence_later():
             abort = asyncio.ensure_future(self._asked(Abort(self._number(), op), Done))
             await _ended(abort)
@@ -312,7 +317,7 @@ class Connection(Channel):
 
     @contextmanager
     def _fence_later(self) -> Generator[None]:
-        """If this takes too long the connection breaks, which ends it."""
+        """Break the connection, which ends every operation, if the body takes too long."""
         late = TierError("it does not let go of slots")
         timer = self._loop.call_later(self._quiet_s, self.fail, late)
         try:
@@ -322,7 +327,7 @@ class Connection(Channel):
 
 
 async def greet(dial: Dial) -> None:
-    """See whether anybody is there who knows this end; raises TierError."""
+    """Check that a far end answers and knows this end's key; raise TierError if not."""
     channel = Channel(dial)
     try:
         await channel.greet()
@@ -331,23 +336,23 @@ async def greet(dial: Dial) -> None:
 
 
 async def _ended(future: asyncio.Future[Any]) -> None:
-    """Wait for it, whatever comes of it and whoever gives up meanwhile."""
+    """Wait until ``future`` is done, even if the waiter is cancelled meanwhile."""
     while not future.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({future})
 
 
 class Line:
-    """A far end, connected whenever that can be done; without it calls fail at once.
+    """Keeps a far end connected, with retries; while it is not connected, calls fail at once.
 
     Parameters
     ----------
     address:
         Host and port, for messages.
     say:
-        Is told when the connection breaks, and why.
+        Called with a text when the connection breaks.
     name:
-        What stays when the far end comes back at another address; the address if it is empty.
+        Name that stays the same if the far end returns at another address; by default the address.
     """
 
     def __init__(
@@ -367,27 +372,27 @@ class Line:
         self._error = TierError("it is not connected yet")
         self._tried = asyncio.Event()
         self.breaks = 0
-        """Connections that broke."""
+        """Number of connections that broke."""
         self._running = asyncio.create_task(self._run(), name=f"kvladder-nixl-{address}")
 
     @property
     def is_up(self) -> bool:
-        """Whether calls can be made."""
+        """True if the far end is connected."""
         return self._here is not None
 
     @property
     def error(self) -> TierError:
-        """Why it is not connected."""
+        """Reason why the far end is not connected."""
         return TierError(f"{self.address}: {self._error}", temporary=self._error.temporary)
 
     async def tried(self) -> bool:
-        """Wait for the first attempt; whether it is connected."""
+        """Wait for the first attempt to connect; return whether the far end is connected."""
         await self._tried.wait()
         return self.is_up
 
     @property
     def here(self) -> Connection:
-        """The connection; raises TierError if there is none."""
+        """The connection; TierError if there is none."""
         if self._here is None:
             raise self.error
         return self._here
@@ -413,7 +418,7 @@ class Line:
             await asyncio.sleep(wait_s)
 
     async def aclose(self) -> None:
-        """End the connection; calls under way fail when nothing touches their slots any more."""
+        """Close the connection; calls in flight fail once nothing touches their slots any more."""
         self._error = TierError("the tier is closed", temporary=False)
         self._running.cancel()
         await asyncio.wait({self._running})
@@ -421,5 +426,5 @@ class Line:
 
 
 def _again(error: TierError) -> TierError:
-    """The same, without the traceback of who met it first."""
+    """Return a copy of the error without the traceback of the first raise."""
     return TierError(str(error), temporary=error.temporary)

@@ -1,8 +1,8 @@
-"""What two ends say to each other beside the data: one frame a message, a byte and msgpack.
+"""Messages of the control channel: each is one frame, a byte for the version and then msgpack.
 
-The byte is the version, so that ends of any two versions understand that they do not understand
-each other. What comes from the other end is bounded before anybody looks at it, keys and labels
-are packed into one piece of bytes, and every operation has a number.
+The version byte comes first in every version, so that two ends always notice a mismatch. The
+sizes of received messages are bounded before their content is used. Keys and labels are packed
+into one piece of bytes. Every operation has a number.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvladder.tiers.nixl.plane import Area
 VERSION = 1
 FRAME_BYTES_MAX = 1 << 20
 BATCH_MAX = 64
-"""Blocks of a get or a put."""
+"""Most blocks of a get or a put."""
 LOOKUP_MAX = 16384
-"""Keys of a lookup or a removal."""
+"""Most keys of a lookup or a removal."""
 REFUSED = -1
-"""Instead of a slot: the block is not wanted, or there is no room for it."""
+"""Stands for a slot: the block is not wanted, or there is no room for it."""
 HAVE = -2
-"""Instead of a slot: the block is there."""
+"""Stands for a slot: the far end already has the block."""
 LATER = -3
-"""Instead of a slot: it may be offered again once what was granted is committed."""
+"""Stands for a slot: offer the block again once the granted slots are committed."""
 METADATA_BYTES_MAX = 64 << 10
 WHY_MAX = 400
 
@@ -43,24 +43,25 @@ Labels = Annotated[bytes, msgspec.Meta(max_length=BATCH_MAX * LABEL_BYTES)]
 Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Row = tuple[Priority, Priority, float | None, Salt, Annotated[int, msgspec.Meta(ge=0, le=7)]]
-"""Facts."""
+"""The fields of ``Facts``, in their order."""
 
 
 class WireError(ValueError):
-    """What came is no message of this version, or says what cannot be."""
+    """The received data is not a message of this version, or its content is invalid."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """One of either end; answers have the number of what they answer."""
+    """The base of all messages, of both ends."""
 
     op: Int
+    """Number of the operation; an answer has the number of its request."""
 
 
 # ---- from the client
 
 
 class Ping(Message, frozen=True):
-    """Whether anybody is there; answered by ``Pong``, with or without a session."""
+    """Check that the far end is alive; answered by ``Pong``, with or without a session."""
 
 
 class Hello(Message, frozen=True):
@@ -70,24 +71,24 @@ class Hello(Message, frozen=True):
     block_bytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     area: tuple[Int, Int, Int]
-    """Address, slot bytes, slots."""
+    """Address, slot size in bytes, and number of slots."""
 
 
 class Lookup(Message, frozen=True):
-    """Which of these are there; answered by ``Found``."""
+    """Ask which of these blocks the far end has; answered by ``Found``."""
 
     keys: Keys
 
 
 class Get(Message, frozen=True):
-    """Write these blocks into those slots of the client's; answered by ``Got``."""
+    """Ask for these blocks to be written into these slots of the client; answered by ``Got``."""
 
     keys: Keys
     slots: Slots
 
 
 class Offer(Message, frozen=True):
-    """Which of these blocks may be written, and where; answered by ``Grant``."""
+    """Offer blocks, and ask which may be written and to which slots; answered by ``Grant``."""
 
     keys: Keys
     lengths: Lengths
@@ -95,32 +96,32 @@ class Offer(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """What was granted to the offer of this number is written; answered by ``Stored``."""
+    """Report that the slots granted to this operation are written; answered by ``Stored``."""
 
     labels: Labels
-    """Of the whole offer; zeros for a block that was granted no slot."""
+    """Labels of the whole offer; zeros for a block that was granted no slot."""
 
 
 class Abort(Message, frozen=True):
-    """Give up another operation; answered by ``Done`` when that touches no slot any more."""
+    """Abort operation ``of``; answered by ``Done`` once that touches no slot any more."""
 
     of: Int
 
 
 class Remove(Message, frozen=True):
-    """Forget these; answered by ``Done``."""
+    """Remove these blocks; answered by ``Done``."""
 
     keys: Keys
 
 
 class Purge(Message, frozen=True):
-    """Forget all of this client's namespace, or of one salt in it; answered by ``Done``."""
+    """Remove all blocks of the client's namespace, or of one salt; answered by ``Done``."""
 
     salt: Salt | None
 
 
 class Bye(Message, frozen=True):
-    """The session is over; not answered."""
+    """End the session; not answered."""
 
 
 Request = Ping | Hello | Lookup | Get | Offer | Commit | Abort | Remove | Purge | Bye
@@ -130,10 +131,10 @@ Request = Ping | Hello | Lookup | Get | Offer | Commit | Abort | Remove | Purge 
 
 
 class Pong(Message, frozen=True):
-    """It is there."""
+    """The far end is alive."""
 
     known: bool
-    """Whether there is a session."""
+    """True if the far end has a session with this client."""
 
 
 class Welcome(Message, frozen=True):
@@ -145,46 +146,46 @@ class Welcome(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """A byte for each key, 1 if it is there."""
+    """A byte for each key of a lookup: 1 if the far end has the block, else 0."""
 
     have: Annotated[bytes, msgspec.Meta(max_length=LOOKUP_MAX)]
 
 
 class Got(Message, frozen=True):
-    """Those of a length above 0 are in their slots."""
+    """The blocks with a length above 0 have been written into their slots."""
 
     lengths: Lengths
     labels: Labels
 
 
 class Grant(Message, frozen=True):
-    """Slots to write to; REFUSED, HAVE, or LATER."""
+    """For each offered block, a slot to write to, or REFUSED, HAVE or LATER."""
 
     slots: Slots
 
 
 class Stored(Message, frozen=True):
-    """A byte for each block of the offer, 1 if it can be got from now on."""
+    """A byte for each block of the offer: 1 if it can be got from now on, else 0."""
 
     stored: Annotated[bytes, msgspec.Meta(max_length=BATCH_MAX)]
 
 
 class Done(Message, frozen=True):
-    """It is done, to so many blocks."""
+    """The request was carried out, for ``count`` blocks."""
 
     count: Int = 0
 
 
 class Failed(Message, frozen=True):
-    """It is not done and never will be."""
+    """The request failed, and has no effect later either."""
 
     why: Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
     final: bool = False
-    """Whether the same would be answered again."""
+    """True if a retry would fail again."""
 
 
 class Gone(Message, frozen=True):
-    """There is no session any more."""
+    """The session has ended."""
 
     why: Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
@@ -198,17 +199,17 @@ _FIRST = bytes([VERSION])
 
 
 def frame(message: Message) -> bytes:
-    """A message as it is sent."""
+    """Return the frame of a message."""
     return _FIRST + _encoder.encode(message)
 
 
 def request(data: bytes) -> Request:
-    """What a client sent; raises WireError."""
+    """Decode a client's frame; raise WireError if it is invalid."""
     return cast("Request", _decoded(data, _requests))
 
 
 def reply(data: bytes) -> Reply:
-    """What a far end sent; raises WireError."""
+    """Decode a far end's frame; raise WireError if it is invalid."""
     return cast("Reply", _decoded(data, _replies))
 
 
@@ -223,7 +224,7 @@ def _decoded(data: bytes, decoder: Any) -> Any:
 
 
 def keys_in(packed: bytes, count: int | None = None) -> list[bytes]:
-    """Keys out of one piece, so many, no one twice; raises WireError."""
+    """Return the keys packed in one piece; raise WireError on a wrong count or a duplicate."""
     keys = _parts(packed, KEY_BYTES)
     if len({*keys}) != len(keys) or count not in {None, len(keys)}:
         raise WireError("keys that are too few, too many, or there twice")
@@ -231,7 +232,10 @@ def keys_in(packed: bytes, count: int | None = None) -> list[bytes]:
 
 
 def labels_in(packed: bytes, count: int) -> list[bytes]:
-    """As many labels out of one piece; those that are all zeros are empty. Raises WireError."""
+    """Return the labels packed in one piece; raise WireError on a wrong count.
+
+    A label that begins with zeros stands for none, and is returned as empty bytes.
+    """
     labels = _parts(packed, LABEL_BYTES)
     if len(labels) != count:
         raise WireError(f"{len(labels)} labels for {count} blocks")
@@ -239,7 +243,7 @@ def labels_in(packed: bytes, count: int) -> list[bytes]:
 
 
 def labels_packed(labels: Iterable[bytes]) -> bytes:
-    """Labels in one piece; those that are empty become zeros."""
+    """Pack labels into one piece; empty labels become zeros."""
     return b"".join(label or bytes(LABEL_BYTES) for label in labels)
 
 
@@ -250,7 +254,7 @@ def _parts(packed: bytes, size: int) -> list[bytes]:
 
 
 def facts_in(rows: Sequence[Row]) -> list[Facts]:
-    """What an offer says of its blocks; raises WireError."""
+    """Return the facts of an offer's blocks; raise WireError if they are invalid."""
     facts = [Facts(*row) for row in rows]
     for one in facts:
         if len(one.salt) not in {0, SALT_BYTES} or not isfinite(one.expires_wall_s or 0.0):
@@ -259,7 +263,7 @@ def facts_in(rows: Sequence[Row]) -> list[Facts]:
 
 
 def area_in(told: tuple[int, int, int], block_bytes: int) -> Area:
-    """Slots that blocks of this length fit into; raises WireError."""
+    """Return the other end's slots; raise WireError unless blocks of this length fit."""
     area = Area(*told)
     if not 0 < area.slots < 1 << 31 or not block_bytes <= area.slot_bytes < 1 << 40:
         what = f"{area.slots} slots of {area.slot_bytes} bytes"

@@ -1,7 +1,7 @@
-"""The data plane of one connection: a NIXL agent that writes from slots here into slots there.
+"""The data plane of one connection: a NIXL agent that writes from slots here to the other end's.
 
-NIXL cannot cancel: what was posted ends by itself, or by the agent's end, ``destroy``. So there is
-an agent for each connection, and none of them reads.
+NIXL cannot cancel. A posted write ends by itself, or when ``destroy`` ends its agent. So each
+connection has an agent of its own, and agents only write.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from kvladder.arena import Arena
 from kvladder.errors import ConfigError, TierError
 
 CLASSES = 8
-"""A block travels in so many lengths: each has lists of its own, made once."""
+"""Number of lengths in which blocks are sent; each length has its own slot lists, made once."""
 CLASS_BYTES_MIN = 64
 INLINE_BYTES = 32 << 20
-"""Of blocks whose checksums are made on the loop: posting as many bytes holds it for longer, and a
-thread would have to wait for a processor that the transfer keeps busy."""
+"""Most bytes whose checksums are computed on the loop. Posting that many bytes holds the loop for
+longer anyway, and a thread would wait for a processor that the transfer keeps busy."""
 MOVED_S = 30e-6
-"""A poll that takes longer than this has moved bytes."""
+"""Seconds: a poll that takes longer has moved bytes."""
 _WHEELS = "nixl_cu13._api", "nixl_cu12._api"
-"""Where NIXL is. Memory of this machine needs no CUDA, and `nixl` would import torch to find it."""
+"""Modules of NIXL. Host memory needs no CUDA, and the module ``nixl`` would import torch."""
 _TIMES = {
-    "TCP_USER_TIMEOUT": "5s",  # what is cut off is an error, and not waited for for ever
+    "TCP_USER_TIMEOUT": "5s",  # a cut connection is an error instead of a wait for ever
     "TCP_KEEPIDLE": "2s",
     "TCP_KEEPINTVL": "1s",
     "TCP_KEEPCNT": "3",
     "KEEPALIVE_INTERVAL": "2s",
-    "TCP_TX_SEG_SIZE": "16k",  # what comes together with a header is copied once more
+    "TCP_TX_SEG_SIZE": "16k",  # bytes that share a segment with a header are copied once more
     "TCP_RX_SEG_SIZE": "16k",
 }
 
 
 class Area(NamedTuple):
-    """Slots in the memory of one end."""
+    """Address, size and number of the slots in one end's memory."""
 
     address: int
     slot_bytes: int
@@ -51,57 +51,63 @@ class Area(NamedTuple):
 
 
 class Posted(Protocol):
-    """A write that is under way."""
+    """A write in flight."""
 
 
 class Plane(Protocol):
-    """One end of the data plane. All of it is called by one thread, and ``make`` by any."""
+    """One end of the data plane. One thread makes all calls; any thread may construct a plane."""
 
     metadata: bytes
-    """What the other end needs for ``join``."""
+    """Data that the other end needs for ``join``."""
     area: Area
-    """The slots here."""
+    """The slots of this end."""
 
     def join(self, metadata: bytes, area: Area, block_bytes: int) -> None:
-        """Know the other end, in whose slots at most ``block_bytes`` are written."""
+        """Connect to the other end; writes put at most ``block_bytes`` into each of its slots."""
         ...
 
     def write(self, own: Sequence[int], far: Sequence[int], lengths: Sequence[int]) -> Posted:
-        """Begin to write that many bytes of these slots into those; as many as each has.
+        """Begin to write ``lengths`` bytes from the slots ``own`` here to the slots ``far``.
 
-        More may be written, up to the next eighth of a block. Where the other end has no such slot
-        it is a TierError; here nobody looks.
+        More bytes may be written, up to the next eighth of a block. A slot number that the other
+        end does not have raises TierError; those of this end are not checked.
         """
         ...
 
     def ended(self, posted: Posted) -> bool:
-        """Whether a write is over; asked until it is. A TierError if it failed."""
+        """Return whether a write is over; raise TierError if it failed. Call it until True."""
         ...
 
     def progress(self) -> bool:
-        """Have bytes come and go, which they do at no other time; whether any may have."""
+        """Move bytes in both directions; return whether any may have moved.
+
+        Bytes move at no other time.
+        """
         ...
 
     def destroy(self) -> None:
-        """From now on no byte comes or goes. Holds the interpreter lock for up to a second."""
+        """End all transfers for good. Holds the interpreter lock for up to a second."""
         ...
 
 
 def area_of(arena: Arena) -> Area:
-    """All slots of an arena, with those that its owner has set aside."""
+    """Return all slots of an arena, including those that its owner has set aside."""
     handle = arena.handle
     return Area(arena.address, handle.slot_bytes, handle.slots)
 
 
 class NixlPlane:
-    """An agent with the back end UCX, without a thread of its own: that crashes who pushes.
+    """A NIXL agent with the back end UCX and without NIXL's progress thread.
+
+    With that thread, processes that wrote sometimes crashed.
 
     Parameters
     ----------
     transports:
-        As ``UCX_TLS``. With ``cma`` or ``sm`` the end of an agent would not be the end of writes.
+        Value of ``UCX_TLS``. With ``cma`` or ``sm``, destroying an agent would not end its writes.
     interfaces:
-        As ``UCX_NET_DEVICES``; ``all`` leaves that variable as it is, UCX's own ``all`` if unset.
+        Value of ``UCX_NET_DEVICES``. ``all`` leaves the variable as it is; UCX then uses all
+        devices if it is unset.
     """
 
     def __init__(self, arena: Arena, transports: str, interfaces: str) -> None:
@@ -112,7 +118,7 @@ class NixlPlane:
         settings = {"TLS": transports, **_TIMES}
         if interfaces != "all":
             settings["NET_DEVICES"] = interfaces
-        # not as engine_config, whose values cannot have commas
+        # environment variables, since values of engine_config cannot contain commas
         os.environ.update({f"UCX_{name}": value for name, value in settings.items()})
         self._lists: list[tuple[Any, Any]] = []
         self._held: set[_Writes] = set()
@@ -125,9 +131,9 @@ class NixlPlane:
         self.metadata: bytes = self._call("get_agent_metadata")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the agent; whatever it raises is a TierError.
+        """Call a method of the agent; raise TierError for any error of NIXL.
 
-        That has no handle in its traceback: one that is left keeps the agent's sockets open.
+        The TierError's traceback must not hold a handle: that would keep the agent's sockets open.
         """
         try:
             return getattr(self._agent, name)(*arguments)
@@ -145,7 +151,7 @@ class NixlPlane:
             self._lists.append((self._list("", own), self._list(peer, far)))
 
     def _list(self, peer: str, rows: Sequence[Sequence[int]]) -> Any:
-        """Slots as one row: address, length, device, bytes from one to the next, how many."""
+        """Prepare a list of slots; a row is address, length, device, stride and count."""
         return self._call("prep_xfer_dlist", peer, np.array(rows, np.uint64), "DRAM")
 
     def write(self, own: Sequence[int], far: Sequence[int], lengths: Sequence[int]) -> Posted:
@@ -194,15 +200,15 @@ class NixlPlane:
 
 
 class _Writes:
-    """Handles of the writes that are under way, one for each length."""
+    """Handles of one write in flight, one for each length class."""
 
     def __init__(self) -> None:
         self.handles: list[Any] = []
 
 
 def load() -> Any:
-    """NIXL; raises ConfigError if it, or what it needs, is missing."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # it is the process of one tier alone
+    """Import and return NIXL; raise ConfigError if it, or a library it needs, is missing."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the process belongs to one tier alone
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     missing: ImportError | None = None
     for wheel in _WHEELS:
@@ -218,7 +224,7 @@ def load() -> Any:
 
 
 def _errors(library: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises, which has no base of its own."""
+    """Return the types of NIXL's errors, which have no common base class."""
     known = library.nixlBind
     own = [getattr(known, name) for name in dir(known) if name.endswith("Error")]
     return (*own, RuntimeError, ValueError)

@@ -1,4 +1,4 @@
-"""Keeps a data plane going while something is under way on it, and knows when that ends."""
+"""Polls a data plane while transfers are in flight, and tells when they end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from kvladder.errors import TierError
 from kvladder.tiers.nixl.plane import Plane, Posted
 
 NAP_S = 50e-6
-"""Between two polls of which the first moved nothing. An event loop's timers take 1 ms at least."""
+"""Seconds to block after a poll that moved nothing; timers of an event loop take at least 1 ms."""
 NAPS = 200
-"""After so many of them nothing is expected soon: what follows are timers."""
+"""Number of idle polls in a row after which timers replace the naps."""
 REST_S = 1e-3
 
 
 def doze() -> None:
-    """Let others have the processor for a moment; in a process where nobody else needs the loop."""
+    """Free the processor for a moment by blocking the loop; only for processes of one tier."""
     select.select([], [], [], NAP_S)
 
 
 class Pump:
-    """Polls a plane, which moves bytes at no other time.
+    """Polls a plane, which moves bytes only while it is polled.
 
     Parameters
     ----------
     failed:
-        Called once, when the plane says that the connection has failed.
+        Called with the error when the plane reports that the connection has failed; it may be
+        called again.
     nap:
         Blocks the loop for a moment.
     """
@@ -44,25 +45,25 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._writes: dict[asyncio.Future[None], Posted] = {}
         self._waiting: deque[tuple[asyncio.Future[None], Callable[[], Posted]]] = deque()
-        """What is to be posted, which takes until most of the bytes are on their way."""
+        """Writes to be posted; posting one takes until most of its bytes are on their way."""
         self._users = 0
         self._still = 0
-        """Polls since something moved."""
+        """Number of polls since something moved."""
         self._due: asyncio.Handle | None = None
         self._error: TierError | None = None
 
     def begin(self) -> None:
-        """From now on the other end may write to slots here, until as many calls of ``end``."""
+        """Poll from now on, since the other end may write to slots here; pair it with ``end``."""
         self._users += 1
         self._wake()
 
     def end(self) -> None:
-        """One of those that began has ended."""
+        """End one ``begin``."""
         self._users -= 1
 
     @contextmanager
     def busy(self) -> Generator[None]:
-        """While it lasts, the other end may write to slots here."""
+        """Poll while the body runs, since the other end may write to slots here."""
         self.begin()
         try:
             yield
@@ -72,9 +73,10 @@ class Pump:
     def write(
         self, own: Sequence[int], far: Sequence[int], lengths: Sequence[int]
     ) -> asyncio.Future[None]:
-        """As ``Plane.write``; done when it is over, a TierError if it failed. Do not cancel it.
+        """Queue a ``Plane.write``, and return a future that is done when the write is over.
 
-        One is posted after the other, and in between it is seen which have ended.
+        If the write fails, the future raises TierError. Do not cancel the future. Writes are
+        posted one after the other; between two posts, the pump polls for writes that have ended.
         """
         if self._error is not None:
             raise self._error
@@ -89,14 +91,14 @@ class Pump:
             self._poll()
 
     def close(self, error: TierError) -> None:
-        """The plane is destroyed: what is under way has failed."""
+        """Stop polling and fail all writes with ``error``; called when the plane is destroyed."""
         self._error = error
         if self._due is not None:
             self._due.cancel()
         for future in (*self._writes, *(future for future, _ in self._waiting)):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it may be that nobody waits any more
+                future.exception()  # mark it as retrieved: the write may have no waiter any more
         self._writes.clear()
         self._waiting.clear()
 
@@ -122,21 +124,21 @@ class Pump:
         self._due = self._loop.call_soon(self._step)
 
     def _post(self) -> bool:
-        """Whether there was a write to be posted."""
+        """Post the next queued write; return whether there was one."""
         if not self._waiting or self._error is not None:
             return False
         future, post = self._waiting.popleft()
         try:
             self._writes[future] = post()
         except TierError as error:
-            self._failed(error)  # some of it may be under way
+            self._failed(error)  # a part of the write may be in flight
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it may be that nobody waits any more
+                future.exception()  # mark it as retrieved: the write may have no waiter any more
         return True
 
     def _poll(self) -> bool:
-        """Whether anything may have moved."""
+        """Poll once and complete ended writes; return whether anything may have moved."""
         try:
             moved = self._plane.progress()
             for future, posted in list(self._writes.items()):

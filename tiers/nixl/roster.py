@@ -1,4 +1,4 @@
-"""Who is there: far ends that announce themselves in a Redis, and what clients read of them."""
+"""The roster: a list in a Redis where far ends announce themselves and clients find them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvladder.schema import Address, masked
 from kvladder.tiers.nixl.messages import VERSION
 
 TTL_S: Final = 10.0
-"""How long an announcement lasts that is not renewed."""
+"""Seconds for which an announcement lasts unless renewed."""
 BEAT_S: Final = 3.0
 FOLLOW_S: Final = 2.0
-"""How often clients look."""
+"""Seconds between two reads by a client."""
 LIMIT_S: Final = 2.0
-"""For one exchange with the Redis."""
+"""Time limit for one exchange with the Redis."""
 KEPT_S: Final = 24 * 3600
-"""After which the Redis forgets a list that nobody is on any more."""
+"""Seconds after the last announcement until the Redis deletes the list."""
 ENTRIES_MAX: Final = 1024
 ENTRY_BYTES_MAX: Final = 1024
 NAME: Final = r"[A-Za-z0-9\[][A-Za-z0-9_.:%\[\]-]{0,199}"
@@ -34,44 +34,44 @@ Name = Annotated[str, msgspec.Meta(pattern=rf"\A{NAME}\Z")]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a far end says of itself; JSON in the Redis."""
+    """The announcement of a far end; JSON in the Redis."""
 
     address: Annotated[Address, msgspec.Meta(max_length=300)]
     """Host and port for clients."""
     run: Annotated[str, msgspec.Meta(max_length=200)]
-    """Which cache it is, see ``run_of``: a name may have had another one before."""
+    """Identity of the cache, see ``run_of``; an earlier cache may have had the same name."""
     writable: bool
-    """Whether it takes blocks, or lets its own be read only."""
+    """True if the far end takes blocks; False if clients may only read its own."""
     block_bytes: Annotated[int, msgspec.Meta(gt=0)]
-    """The longest block that it takes."""
+    """Length of the longest block that the far end takes."""
     namespace: str = ""
-    """Of an engine, in hexadecimal: it has blocks of no other."""
+    """Namespace of an engine, in hexadecimal, the only one of its blocks; empty for a server."""
     version: int = VERSION
-    """Of the protocol that it speaks."""
+    """Version of the protocol that the far end speaks."""
     until_s: float = 0.0
-    """When it is taken for dead unless it says so again, by the clock of the Redis."""
+    """Time at which the announcement ends unless renewed, by the clock of the Redis."""
 
 
 _entry: Final = msgspec.json.Decoder(Entry)
 
 
 def require_url(url: str) -> None:
-    """Raise ConfigError unless it names a Redis; the message does not quote it."""
+    """Raise ConfigError unless ``url`` is a valid URL of a Redis; the message does not quote it."""
     try:
         _connect(url).connection_pool.make_connection()
-    except (ValueError, TypeError):  # which may quote a password
+    except (ValueError, TypeError):  # their texts may quote a password
         raise ConfigError("not a URL of a Redis", path="roster", hint=URL_HINT) from None
 
 
 def run_of(arena: Arena) -> str:
-    """What tells a cache from all others, in each process that maps its arena."""
+    """Return a cache's unique identity, the same in each process that maps its arena."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     file = os.fstat(arena.handle.fd)
     return f"{boot}:{file.st_dev}:{file.st_ino}"
 
 
 def _connect(url: str) -> Any:
-    """A client that tries once."""
+    """Return a Redis client that makes no retries."""
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -82,30 +82,30 @@ def _connect(url: str) -> Any:
 
 
 class Roster:
-    """The far ends that have one key, as a hash of a Redis has them: a field for each, by name.
+    """The far ends with one public key, in a hash of a Redis: one field for each, by name.
 
-    What lies there and is no entry is ignored. All calls raise TierError if the Redis does not
-    answer, and ConfigError if it does not let us in.
+    Invalid entries are ignored. All calls raise TierError if the Redis does not answer, and
+    ConfigError if it refuses the login.
 
     Parameters
     ----------
     url:
-        Of the Redis, as redis-py understands it. No message tells its user.
+        URL of the Redis, as redis-py understands it. No message shows its user.
     public:
-        The public key of the far ends: who announces another one's address gains nothing, since
-        clients talk to nobody without it.
+        Public key of the far ends. A forged announcement gains nothing, since clients talk only to
+        a far end that has this key.
     """
 
     def __init__(self, url: str, public: str) -> None:
         self.where = masked(url)
         self.ignored = 0
-        """Values that were no entries, when it was last read."""
+        """Number of invalid entries at the last read."""
         self._key = f"kvladder:far-ends:{public}"
         self._redis = _connect(url)
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """What goes wrong, in words that tell no secret."""
+        """Turn errors of the Redis into TierError or ConfigError, without secrets in the text."""
         from redis.exceptions import (
             AuthenticationError,
             AuthorizationError,
@@ -125,7 +125,7 @@ class Roster:
             raise TierError(f"{self.where}: {error}") from None
 
     async def _all(self) -> tuple[float, dict[str, Entry]]:
-        """The time there, and all entries, those that are out of date, too."""
+        """Return the Redis's time and all entries, including expired ones."""
         with self._explained():
             async with asyncio.timeout(LIMIT_S):
                 async with self._redis.pipeline(transaction=False) as asked:
@@ -144,14 +144,15 @@ class Roster:
         return seconds + micros / 1e6, found
 
     async def read(self) -> dict[str, Entry]:
-        """Who is there, by name."""
+        """Return the entries of the far ends that are alive, by name."""
         now_s, found = await self._all()
         return {name: found[name] for name in sorted(found) if found[name].until_s > now_s}
 
     async def announce(self, name: str, entry: Entry, *, first: bool = False) -> bool:
-        """Say that it is there, for ``TTL_S`` from now; False if another one has its name.
+        """Announce a far end for ``TTL_S`` from now; return False if another cache has its name.
 
-        Whoever comes ``first`` takes the name: it may be the same one, started again.
+        With ``first``, for the first announcement of a run, take the name in any case: its holder
+        may be an earlier run of the same cache. Also removes expired entries.
         """
         now_s, found = await self._all()
         other = found.get(name)
@@ -172,7 +173,7 @@ class Roster:
         return True
 
     async def leave(self, name: str, run: str) -> None:
-        """Say that it is not there any more, if the name is its own."""
+        """Remove the announcement under ``name`` if it is still of this ``run``."""
         _, found = await self._all()
         if name in found and found[name].run == run:
             with self._explained():
@@ -180,13 +181,13 @@ class Roster:
                     await self._redis.hdel(self._key, name)
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections to the Redis."""
         with suppress(OSError):
             await self._redis.aclose()
 
 
 async def listed(url: str, public: str) -> dict[str, Entry]:
-    """Who is there, for one look; raises as ``Roster.read``."""
+    """Read the roster once, over a new connection; raises as ``Roster.read``."""
     roster = Roster(url, public)
     try:
         return await roster.read()

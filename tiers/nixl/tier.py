@@ -36,33 +36,33 @@ T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
 PARTS, PART_BYTES_MIN = 4, 16 << 20
-"""A batch travels in so many parts, none smaller: one is checked while the next one travels."""
+"""Most parts of a batch, and their least size: one part is checked while the next one travels."""
 PIECES = 0.25
-"""Of a call's time: after it no further piece of a put is begun."""
+"""Share of a call's time after which no further piece of a put is begun."""
 KNOWN_MAX = 1 << 16
-"""Blocks of which it is remembered who has them."""
+"""Most blocks for which the tier remembers a peer that has them."""
 _OF_ONE_MACHINE = {"all", "cma", "knem", "posix", "shm", "sm", "sysv", "xpmem"}
 Part = tuple[Line, Sequence[int]]
-"""Whom a call goes to, and for which of its blocks."""
+"""A far end, and the indices of the call's blocks that it is asked for."""
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=256)]
 SERVER_HINT = "see that kvladder serve runs there"
 
 
 class NixlOptions(Settings, frozen=True, kw_only=True):
-    """What a configuration says about a NIXL tier."""
+    """The settings of a NIXL tier."""
 
     servers: Addresses = ()
     """Host and port of each ``kvladder serve``; a block is put into one of them."""
     peers: Addresses = ()
-    """Host and port of each engine with ``export:``, whose blocks are read and never written."""
+    """Host and port of each engine with ``export:``; its blocks are read, and none is written."""
     roster: str = ""
-    """Instead of both: the URL of a Redis where they announce themselves."""
+    """URL of a Redis where servers and peers announce themselves; replaces both lists."""
     keys: str
-    """The file with the keys of this end."""
+    """Path of the file with this end's keys."""
     transports: str = "tcp"
-    """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
+    """Transports, as UCX names them: ``tcp``, or ``rc,tcp`` with RDMA."""
     interfaces: Annotated[str, msgspec.Meta(min_length=1)] = "all"
-    """The network devices, as UCX names them; ``all``: those of UCX_NET_DEVICES, if it is set."""
+    """Network devices, as UCX names them; ``all``: those of UCX_NET_DEVICES, if it is set."""
 
     def __post_init__(self) -> None:
         named = [*self.servers, *self.peers]
@@ -83,12 +83,14 @@ class NixlOptions(Settings, frozen=True, kw_only=True):
 
 
 class NixlTier(Tier):
-    """Other caches, each behind a line of its own; bytes come and go by writes alone.
+    """Blocks in other caches: servers, which take blocks, and peers, which are only read.
 
-    A block of servers belongs to one of those that are connected, by rendezvous hashing: another
-    one takes it while that is away. Peers are asked all at once, and who has a block is remembered
-    until it is got. NIXL cannot cancel, and the end of an agent, which can, holds the interpreter
-    lock: so this tier always runs in a process of its own.
+    Each far end has a line of its own, and bytes travel by writes alone. A block belongs to one
+    of the connected servers, by rendezvous hashing; if that one is away, another takes its place.
+    Peers are asked all at once. The tier remembers which peer has a block until the block is got.
+
+    NIXL cannot cancel. Destroying an agent can, but holds the interpreter lock. So this tier
+    always runs in a process of its own.
     """
 
     Options: ClassVar[type[NixlOptions]] = NixlOptions
@@ -102,17 +104,17 @@ class NixlTier(Tier):
         self._servers: list[Line] = []
         self._peers: list[Line] = []
         self._known: OrderedDict[BlockKey, Line] = OrderedDict()
-        """The peer that had a block when it was asked."""
+        """Peer that had the block when last asked, by key, the oldest first."""
         self._roster: Roster | None = None
         self._following: asyncio.Task[None] | None = None
         self._dropped: set[asyncio.Task[None]] = set()
         self._unfit = 0
-        """Of those who are on the roster, who has or takes no blocks such as ours."""
+        """Number of far ends on the roster that cannot have or take this tier's blocks."""
         self._unread = 0
-        """How often the roster could not be read."""
+        """Number of failed reads of the roster."""
         self._closed = False
 
-    # ---- the beginning and the end
+    # ---- opening and closing
 
     async def examine(
         self, capacity_bytes: int, warn: Callable[[str], object]
@@ -179,7 +181,15 @@ class NixlTier(Tier):
             raise
 
     async def _reached(self) -> None:
-        """Wait for the first attempts, and see what they say of the settings."""
+        """Wait for each line's first attempt, and check the settings against the results.
+
+        Raises
+        ------
+        ConfigError
+            A far end refuses this client, or a server is in fact an engine.
+        Unavailable
+            The tier is required, and no server (without servers: no peer) is connected.
+        """
         lines = [*self._servers, *self._peers]
         await asyncio.gather(*(line.tried() for line in lines))
         down = [line for line in lines if not line.is_up]
@@ -210,10 +220,10 @@ class NixlTier(Tier):
         if self._roster is not None:
             await self._roster.aclose()
 
-    # ---- who is there
+    # ---- the roster
 
     async def _follow(self, roster: Roster) -> None:
-        """Use who is on the roster; while it cannot be read, who was on it last."""
+        """Follow the roster for ever; while it cannot be read, keep the last known far ends."""
         is_known = True
         while True:
             await asyncio.sleep(FOLLOW_S)
@@ -227,9 +237,9 @@ class NixlTier(Tier):
                 is_known = False
 
     async def _look(self, roster: Roster) -> None:
-        """Have a line to each that is on the roster, and is of use here.
+        """Read the roster, and keep a line to each far end on it that can be used here.
 
-        Who is not on it any more, but is connected, stays: it lives, and has blocks.
+        A connected far end stays even if it is no longer on the roster: it is alive and has blocks.
         """
         found = await roster.read()
         own, space = run_of(self.context.arena), self.context.namespace.hex()
@@ -250,15 +260,21 @@ class NixlTier(Tier):
             lines += [self._line(*one) for one in wanted.items()]
 
     def _fits(self, entry: Entry, space: str) -> bool:
-        """Whether it understands us, and has or takes blocks such as ours."""
+        """Return whether a far end speaks our protocol, and can have or take our blocks."""
         has_ours = entry.namespace in {"", space}
         is_large = entry.block_bytes >= self.context.layout.block_bytes
         return has_ours and is_large and entry.version == VERSION
 
-    # ---- which far end
+    # ---- choice of far ends
 
     def _up(self) -> list[Line]:
-        """The servers that can be asked; raises TierError if there are none, or if it is closed."""
+        """Return the connected servers.
+
+        Raises
+        ------
+        TierError
+            The tier is closed, or it has servers and none is connected.
+        """
         if self._closed:
             raise TierError("the tier is closed", temporary=False)
         up = [line for line in self._servers if line.is_up]
@@ -268,13 +284,13 @@ class NixlTier(Tier):
 
     @staticmethod
     def _owner(key: BlockKey, servers: Sequence[Line]) -> Line:
-        """The server that a block belongs to."""
+        """Return which of ``servers`` a block belongs to, by rendezvous hashing."""
         if len(servers) == 1:
             return servers[0]
         return max(servers, key=lambda line: xxh3_64_intdigest(key + line.name.encode()))
 
     def _parts(self, pairs: Iterable[tuple[Line, int]]) -> list[Part]:
-        """Blocks by whom they go to, in the parts in which they travel."""
+        """Group blocks by far end, and split each group into the parts in which it travels."""
         least, parts = -(-PART_BYTES_MIN // self.context.layout.slot_bytes), list[Part]()
         for line, numbers in _grouped(pairs).items():
             count = max(1, min(PARTS, len(numbers) // least))
@@ -286,7 +302,10 @@ class NixlTier(Tier):
     async def _each(
         parts: Sequence[Part], call: Callable[[Line, Sequence[int]], Awaitable[Sequence[T]]]
     ) -> list[Sequence[T] | None]:
-        """What is answered to each part, None where that failed; an error if all have failed."""
+        """Call ``call`` for each part at once; return its answer, or None where it failed.
+
+        If all parts fail, raise the last error.
+        """
         answers = await asyncio.gather(*starmap(call, parts), return_exceptions=True)
         found: list[Sequence[T] | None] = []
         error: TierError | None = None
@@ -318,13 +337,13 @@ class NixlTier(Tier):
             )
             found = await self._each(parts, partial(self._get, reads))
             for (_, numbers), come in zip(parts, found, strict=True):
-                # where nobody answers they are there, as far as anybody knows
+                # a far end that failed may still have these blocks: None, not a miss
                 for n, has_come in zip(numbers, come or repeat(None), strict=False):
                     results[n] = has_come or (None if has_come is None else results[n])
         return results
 
     def _ways(self, key: BlockKey, up: Sequence[Line]) -> list[Line]:
-        """Who is asked for a block, one after the other."""
+        """Return the far ends to ask for a block, one after the other."""
         known = self._known.pop(key, None)
         if known is not None and known.is_up:
             return [known]
@@ -332,7 +351,7 @@ class NixlTier(Tier):
         return owner + [line for line in self._peers if line.is_up]
 
     def _is_away(self, key: BlockKey, up: Sequence[Line]) -> bool:
-        """Whether the server that a block belongs to otherwise is not there now."""
+        """Return whether the server that owns a block, among all servers, is not connected now."""
         return len(up) < len(self._servers) and self._owner(key, self._servers) not in up
 
     async def _get(
@@ -349,7 +368,7 @@ class NixlTier(Tier):
         return [length > 0 for length in got.lengths]
 
     async def _threaded(self, work: Callable[[], T], size: int) -> T:
-        """Do what reads so many bytes of slots, in a thread if they are many."""
+        """Run ``work``, which reads ``size`` bytes of slots; in a thread if they are many."""
         if size <= INLINE_BYTES:
             return work()
         result: T = await self.context.run_blocking(work)
@@ -358,7 +377,7 @@ class NixlTier(Tier):
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         up = self._up()
         if not up:
-            return [False] * len(writes)  # peers are read only
+            return [False] * len(writes)  # there are only peers, which take no blocks
         if replaced := [write.key for write in writes if write.replace]:
             await self._remove(replaced, up)
         parts = self._parts((self._owner(write.key, up), n) for n, write in enumerate(writes))
@@ -372,7 +391,7 @@ class NixlTier(Tier):
     async def _put(
         self, every: Sequence[Write], line: Line, numbers: Sequence[int]
     ) -> Sequence[bool]:
-        """Put blocks into a server, in as many pieces as it has room for one after the other."""
+        """Put blocks into a server, in several pieces if it has no room for all at once."""
         begun_s, now = self.context.clock.now(), self.context.clock.now
         limit_s = inf if self.context.timeout_s is None else PIECES * self.context.timeout_s
         stored = dict(zip(numbers, await self._put_some(every, line, numbers), strict=True))
@@ -382,7 +401,7 @@ class NixlTier(Tier):
             try:
                 answers = await self._put_some(every, line, later)
             except TierError:
-                break  # what went before is stored
+                break  # the earlier pieces are stored
             stored |= zip(later, answers, strict=True)
         return [bool(stored[n]) for n in numbers]
 
@@ -410,7 +429,7 @@ class NixlTier(Tier):
 
     @staticmethod
     async def _labelled(writes: Sequence[Write]) -> None:
-        """Make labels while the far end looks for room."""
+        """Make labels ahead, while the far end looks for room."""
         for write in writes:
             if write.length <= INLINE_BYTES:
                 write.label()
@@ -418,7 +437,7 @@ class NixlTier(Tier):
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
         self._up()
-        if blocks:  # from all servers: which of them has what, may have changed
+        if blocks:  # from all servers, since the owner of a block may have changed
             await self._remove([block.key for block in blocks], self._servers)
 
     async def _remove(self, keys: Sequence[BlockKey], servers: Sequence[Line]) -> None:
@@ -464,7 +483,7 @@ class NixlTier(Tier):
         progress(count, count)
         return count
 
-    # ---- what it says of itself
+    # ---- descriptions
 
     def gauges(self) -> Mapping[str, int]:
         lines = [*self._servers, *self._peers]
@@ -498,7 +517,7 @@ class NixlTier(Tier):
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """What they return; if one fails its error, when all have ended."""
+    """Await all calls and return their results; if any fails, raise its error after all ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -507,7 +526,7 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _grouped(pairs: Iterable[tuple[Line, int]]) -> dict[Line, list[int]]:
-    """Numbers by whom they go to."""
+    """Group the indices of blocks by far end."""
     groups: dict[Line, list[int]] = {}
     for line, number in pairs:
         groups.setdefault(line, []).append(number)

@@ -1,1 +1,1 @@
-"""Blocks as objects of S3, Google Cloud Storage, Azure, or of a folder that engines share."""
+"""A tier over object storage: S3, Google Cloud Storage, Azure, or a folder that engines share."""

@@ -1,4 +1,4 @@
-"""What a configuration says about an object store: where it is, and how to get in."""
+"""The settings of an object store tier: its URL, credentials and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLIENT = {
     "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes",
     "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout", "user_agent",
 }  # fmt: skip
-"""Of obstore's options those that are about connections: it takes them apart from the others."""
+"""Those of obstore's options that concern connections; obstore takes them in another argument."""
 _VENDOR = re.compile("^(aws|google|azure)_")
 
 
@@ -32,13 +32,13 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
     """``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://account/container/prefix``, or
     ``file:///folder``."""
     options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
-    """Options of obstore's by their names, such as region and endpoint."""
+    """Options of obstore by name, e.g. region and endpoint."""
     requests: Annotated[int, msgspec.Meta(ge=1, le=256, description="a number from 1 to 256")] = 32
-    """How many blocks are on their way at once."""
+    """Most transfers of blocks at once."""
     probe_timeout: Duration | None = None
-    """How long a request waits for what the store says it has; by default as for a call."""
+    """Time limit for asking which blocks the store has; by default the limit of any call."""
     probe_cache: Duration = Duration(5)
-    """How long the answer that a block is not there is believed."""
+    """Time for which the answer that a block is absent stays valid."""
 
     def __post_init__(self) -> None:
         hint = "expected s3://bucket/prefix, gs://bucket, az://account/container or file:///folder"
@@ -46,7 +46,7 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
             url = urlsplit(self.url)
         except ValueError as error:
             raise ConfigError(str(error), path="url", hint=hint) from None
-        # what is wrong is not quoted: it may hold a secret
+        # the message does not quote the URL, which may hold a secret
         if "@" in url.netloc or url.query or url.fragment:
             wrong = "a user or a query (?...)"
             keys = "credentials come from the environment, or stand in options"
@@ -61,11 +61,11 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def places(self) -> list[str]:
-        """What no other level may name."""
+        """Names that no other level may use: the URL."""
         return [self.url.rstrip("/")]
 
     def split(self) -> tuple[Mapping[str, Value], Mapping[str, Value]]:
-        """The options for the store, and those for its connections."""
+        """Return the options for the store, and those for its connections."""
         client = {key: _VENDOR.sub("", key.lower()) for key in self.options}
         return (
             {key: self.options[key] for key, name in client.items() if name not in _CLIENT},

@@ -35,22 +35,22 @@ T = TypeVar("T")
 
 BLOCK_BYTES_MIN = 256 << 10
 BATCH_BYTES = 64 << 20
-"""Of a batch: as much again is taken while it is put."""
+"""Most bytes of a batch; a put needs the same amount of memory again for copies."""
 PROBES = 128
-"""Questions whether a block is there that are on their way at once."""
+"""Most requests of ``contains`` at once."""
 SHARE = 0.8
-"""Of the time for a call: what has not come by then is given up, and the others are answered."""
+"""Share of a call's time for the requests; the rest is for returning what has arrived by then."""
 REACH_S = 5.0
-"""How long a store may take to answer for the first time, where no level says."""
+"""Time limit for a store's first answer, if the level sets none."""
 RETRIES = 3
 SPACE_DIGITS = 32
 ERRORS = (BaseError, OSError, NotImplementedError)
-"""What obstore raises, and a time-out."""
+"""Errors that obstore raises, and those of a timeout."""
 
 _NAME = re.compile(r"kvladder/[0-9a-f]+/([0-9]+)/[0-9a-f]{64}")
 _FULL = re.compile(r"os error (28|122)\b|QuotaExceeded|StorageFull|507 Insufficient")
 _REFUSED = re.compile(r"status code: (30\d|4(?!08|29)\d\d)|LOCATION|builder error")
-"""What is wrong with settings rather than with the store, which would say it again."""
+"""Errors of the settings rather than of the store: a retry would fail again."""
 _HINTS = (
     ("169.254.169.254", "no credentials: set the store's environment variables, or options"),
     (r"NoSuchBucket|status code: 404", "make it, or mend the url"),
@@ -62,11 +62,11 @@ _HINTS = (
 
 
 class ObjectTier(Tier):
-    """Blocks under ``kvladder/NAMESPACE/VERSION/BLOCK``, an object each: label, then bytes.
+    """Blocks under ``kvladder/NAMESPACE/VERSION/BLOCK``; each object is a label, then the bytes.
 
-    Who puts a block first wins; later ones only look whether what is there can be used. An object
-    is got and put whole. The library never sees a slot: a block is copied, once, in a thread, so
-    that a request that was given up and goes on has nothing of the arena's.
+    The first put of a block wins. A later put only checks that the stored object is usable, and
+    replaces it if not. Objects are got and put whole. The library never sees a slot: each block is
+    copied once, in a thread. So an abandoned request cannot touch the arena.
     """
 
     Options: ClassVar[type[ObjectOptions]] = ObjectOptions
@@ -86,7 +86,7 @@ class ObjectTier(Tier):
         self._store: Any = None
         self._closed = False
 
-    # ---- the way in
+    # ---- opening
 
     async def examine(
         self, capacity_bytes: int, warn: Callable[[str], object]
@@ -105,9 +105,14 @@ class ObjectTier(Tier):
         await self._reach(context.timeout_s or REACH_S)
 
     async def _reach(self, limit_s: float) -> None:
-        """Make the store, and see whether it can be listed.
+        """Make the store's client, and check that the store can be listed.
 
-        A ConfigError if it says that it cannot, Unavailable if it says nothing.
+        Raises
+        ------
+        ConfigError
+            The store refuses, so the settings are wrong.
+        Unavailable
+            The store does not answer, or has a problem of its own.
         """
         self._store = self._made(limit_s)
         try:
@@ -121,7 +126,7 @@ class ObjectTier(Tier):
             raise kind(text, path="url", hint=f"expected {hint}") from error
 
     def _made(self, limit_s: float) -> Any:
-        """The store of the URL; what it retries ends within ``limit_s``."""
+        """Return a client for the URL's store; its retries end within ``limit_s``."""
         url, path, hint = self.options.url, "options", "see docs/object.md for what there is"
         config, client = self.options.split()
         limit = timedelta(seconds=limit_s)
@@ -150,9 +155,9 @@ class ObjectTier(Tier):
         bound: asyncio.Semaphore | None = None,
         limit_s: float | None = None,
     ) -> list[T | TierError]:
-        """What each call comes to, or how it failed; a TierError if all of them did.
+        """Call ``call`` for each item, and return its result or its TierError.
 
-        When it ends, however it does, no call goes on.
+        If all calls fail, raise the first error. However this ends, no call is left running.
         """
         every, bound = list(items), bound or self._transfers
         found: list[T | TierError] = [_closed() for _ in every]
@@ -163,7 +168,7 @@ class ObjectTier(Tier):
             try:
                 async with asyncio.timeout(limit_s), bound:
                     found[number] = await call(every[number])
-            except ERRORS as error:  # a time-out is an OSError
+            except ERRORS as error:  # TimeoutError is an OSError
                 found[number] = failure(error)
 
         async with asyncio.TaskGroup() as group:
@@ -177,7 +182,7 @@ class ObjectTier(Tier):
         return found
 
     async def _told(self, name: str) -> LabelFields | None:
-        """What a label says that lies there; None if nobody can use what is beside it."""
+        """Return the fields of a stored label; None if the object is absent or not usable."""
         with suppress(FileNotFoundError):
             found = await self._store.get_async(name, options={"range": (0, LABEL_BYTES)})
             size = found.meta["size"]
@@ -186,7 +191,7 @@ class ObjectTier(Tier):
         return None
 
     def _fits(self, size: int) -> bool:
-        """Whether a block's object may have this size."""
+        """Return whether a block's object may have this size."""
         return LABEL_BYTES < size <= LABEL_BYTES + self._size
 
     def _expired(self, said: LabelFields | None) -> bool:
@@ -204,7 +209,7 @@ class ObjectTier(Tier):
             found = await self._store.get_async(self._name(read.key))
         except FileNotFoundError:
             return False
-        if not self._fits(found.meta["size"]):  # which may be far more than is wanted
+        if not self._fits(found.meta["size"]):  # do not download it: it may be huge
             read.came(b"", 0)
             return read.check()
         data = await found.bytes_async()
@@ -212,7 +217,7 @@ class ObjectTier(Tier):
         return arrived
 
     def _arrive(self, read: Read, data: Buffer) -> bool:
-        """Copy a block into its slot and check it, both without the GIL."""
+        """Copy a block into its slot and check it, both without the GIL; return if it is good."""
         whole = memoryview(data)
         label, stored = whole[:LABEL_BYTES], whole[LABEL_BYTES:]
         if self._expired(told(label)):
@@ -243,9 +248,9 @@ class ObjectTier(Tier):
         await self._store.put_async(name, body, mode=mode, use_multipart=False)
 
     async def _serves(self, key: BlockKey) -> bool:
-        """Whether what lies there for a block is one that a get would take, for all its label says.
+        """Return whether, judged by its label, a get would accept the object stored for a block.
 
-        What cannot be read is to be replaced, too.
+        False also if the object cannot be read, since it must then be replaced, too.
         """
         with suppress(*ERRORS):
             said = await self._told(self._name(key))
@@ -282,7 +287,7 @@ class ObjectTier(Tier):
         seen = removed = 0
         try:
             async for page in self._store.list(self._space):
-                # others may keep what they like beside our blocks
+                # skip objects of other programs under the same prefix
                 sizes = {one["path"]: one["size"] for one in page if _NAME.fullmatch(one["path"])}
                 gone = list(sizes) if salt is None else await self._salted(sizes, salt)
                 await self._delete(gone)
@@ -293,7 +298,7 @@ class ObjectTier(Tier):
         return removed
 
     async def _salted(self, sizes: Mapping[str, int], salt: bytes) -> list[str]:
-        """Those of the blocks with this salt, and those of which nobody here can tell it."""
+        """Return the names of the blocks with this salt, and of those whose salt is unreadable."""
         own = self._prefix
         ours = [n for n, size in sizes.items() if n.startswith(own) and size > LABEL_BYTES]
         known: dict[str, LabelFields | None] = {}
@@ -322,7 +327,7 @@ class ObjectTier(Tier):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        self._store = None  # which ends its connections
+        self._store = None  # the last reference: this closes the client's connections
 
 
 def _array(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -330,7 +335,7 @@ def _array(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _body(write: Write) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A copy of a block behind its label, made without the GIL."""
+    """Return a label followed by a copy of the block, made without the GIL."""
     body = np.empty(LABEL_BYTES + write.length, np.uint8)
     body[:LABEL_BYTES] = _array(write.label())
     np.copyto(body[LABEL_BYTES:], _array(write.view[: write.length]))
@@ -342,12 +347,12 @@ def _closed() -> TierError:
 
 
 def _text(error: Exception) -> str:
-    """What obstore says, without what it says to those who mend it, and without secrets."""
+    """Return the text of obstore's error, without its debug output and without secrets."""
     return masked(str(error).partition("\n\nDebug source")[0])
 
 
 def failure(error: Exception) -> TierError:
-    """What an error of the library is for a level."""
+    """Return an error of the library as the TierError that a level expects."""
     text = _text(error) or "no answer in time"
     if _FULL.search(text):
         return TierFull(text)

@@ -1,1 +1,1 @@
-"""A tier over Redis or Valkey: values, the servers that have them, replies, quotas."""
+"""A tier over Redis or Valkey: blocks as values, routing to servers, the protocol, quotas."""

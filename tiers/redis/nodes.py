@@ -1,4 +1,4 @@
-"""A server of a Redis tier: how to get in, and the connections to it."""
+"""A server of a Redis tier: the login, and the connections to it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""Has a connection found broken, of which nobody hears anything, before it is used again."""
+"""Socket options that detect a dead connection before it is used again."""
 
 
 _REFUSAL = re.compile(r"(?:NOAUTH|WRONGPASS).*", re.DOTALL)
-"""In the replies of a server that answers nothing else, not even what asks where they end."""
+"""A refused login. A server that refuses it may send no other reply, not even to the mark."""
 _UNSET_HINT = 'set {}: "${{REDIS_PASSWORD}}", which takes it from the environment'
 
 
 class Unfit(TierError):
-    """A server that does not fit the settings: trying again is no use."""
+    """The server does not fit the settings. A retry is useless. ``wrong`` is the ConfigError."""
 
     def __init__(self, message: str, *, path: str = "url", hint: str) -> None:
         super().__init__(f"{message} ({hint})", temporary=False)
@@ -51,19 +51,19 @@ class Entrance:
         self._options = options
         self._url = url = options.parsed
         self.limit_s = float(options.connect_timeout)
-        """To connect and log in, and for the reply to a command of its own."""
+        """Time limit to connect and log in, and for each reply to ``ask`` and ``reply``."""
         self._login = _login(url.username, url.password, url.db)
         self._sentinel_login = _login(options.sentinel_username, options.sentinel_password)
 
     async def wire(self, address: Address, *, sentinel: bool = False) -> Wire:
-        """A new connection for exchanges, which is logged in and has chosen its database.
+        """Return a new connection for exchanges, logged in and with its database selected.
 
         Raises
         ------
         Unfit
-            The server does not let us in, or does not speak what we speak.
+            The server refuses the login, or does not support the protocol.
         TierError
-            It cannot be reached.
+            The server cannot be reached.
         """
         wire = Wire(mark=b"PING" if sentinel else b"ECHO")
         login = self._sentinel_login if sentinel else self._login
@@ -75,25 +75,25 @@ class Entrance:
                 if isinstance(reply, ReplyError):
                     wire.close()
                     raise reply
-        except (OSError, ValueError, ReplyError) as error:  # ValueError of a host's name
+        except (OSError, ValueError, ReplyError) as error:  # ValueError: an invalid host name
             raise self._explained(error, address, sentinel=sentinel) from error
         wire.told = {**parse_info(replies[-1]), "id": str(pairs(replies[0]).get(b"id", 0))}
         return wire
 
     async def _open(self, wire: Wire, address: Address) -> None:
-        """Connect; if that is cut off, nothing stays open."""
+        """Connect; if this is cancelled, nothing stays open."""
         loop = asyncio.get_running_loop()
         if not address.port:
             await loop.create_unix_connection(lambda: wire, address.host)
             return
         if self._url.tls:
-            # in two steps: what asyncio connects in one it does not close when that is cut off,
-            # but waits for the server to say goodbye
+            # in two steps: if asyncio connects with TLS in one step and is cancelled, it does not
+            # close the connection but waits for the server's goodbye
             context = self._context()
             transport, _ = await loop.create_connection(asyncio.Protocol, *address)
             host = address.host
             secure = await loop.start_tls(transport, wire, context, server_hostname=host)
-            if secure is None:  # lost in that moment
+            if secure is None:  # the connection was lost meanwhile
                 raise ConnectionResetError("connection lost")
             wire.connection_made(secure)
         else:
@@ -103,7 +103,7 @@ class Entrance:
             taken.setsockopt(*option)
 
     def _context(self) -> ssl.SSLContext:
-        """Made anew for each connection: the files may have been replaced."""
+        """Return a new TLS context; not reused, since the certificate files may be replaced."""
         options, context = self._options, ssl.create_default_context()
         if options.ca:
             context.load_verify_locations(options.ca)
@@ -135,12 +135,12 @@ class Entrance:
         return TierError(f"{address}: {text}")
 
     async def ask(self, address: Address, *arguments: bytes | int, sentinel: bool = False) -> Any:
-        """The reply of a server to one command, over a connection of its own."""
+        """Return a server's reply to one command, sent over a new connection."""
         with closing(await self.wire(address, sentinel=sentinel)) as wire:
             return await self.reply(wire, *arguments)
 
     async def reply(self, wire: Wire, *arguments: bytes | int) -> Any:
-        """The reply to one command; a TierError if that is an error, or does not come in time."""
+        """Return the reply to one command; raise TierError if it is an error or comes too late."""
         name = str(arguments[0], "ascii") if isinstance(arguments[0], bytes) else ""
         try:
             async with asyncio.timeout(self.limit_s):
@@ -154,7 +154,7 @@ class Entrance:
         return reply
 
     async def master(self, address: Address) -> Address:
-        """Where the Sentinel at this address says that the master is."""
+        """Return the master's address as told by the Sentinel at ``address``."""
         name = self._options.sentinel.encode()
         told = pairs(await self.ask(address, b"SENTINEL", b"MASTER", name, sentinel=True))
         if b"_down" in told.get(b"flags", b""):
@@ -166,7 +166,7 @@ class Entrance:
 
 
 def _login(username: str, password: str, db: int = 0) -> list[Command]:
-    """What comes first on a connection; of an ACL user, the name is ``default`` if it has none."""
+    """Return the first commands of a connection; a password alone is of the user ``default``."""
     user: list[bytes | int] = []
     if username or password:
         user = [b"AUTH", (username or "default").encode(), password.encode()]
@@ -177,10 +177,10 @@ def _login(username: str, password: str, db: int = 0) -> list[Command]:
 
 
 class Node:
-    """The connections to one server: each exchange has one for itself.
+    """The connections to one server. Each exchange has a connection to itself.
 
-    An exchange that is cut short leaves a connection on which the server may still have work; it
-    is told to drop that before it is told anything else.
+    After an exchange is cut short, the server may still be working on its commands. The next
+    exchange therefore first tells the server to kill that connection.
     """
 
     def __init__(self, entrance: Entrance, address: Address, connections_max: int) -> None:
@@ -193,7 +193,7 @@ class Node:
         self._closed = False
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """The replies to ``commands``; a connection that turns out to be broken is replaced once.
+        """Return the replies to ``commands``. A reused connection that is broken is replaced.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class Node:
                         self.drop_idle()
                     elif not wire.closed:
                         self._idle.append(wire)
-                if orphans:  # those of a process that is gone have gone with it
+                if orphans:  # killed, or gone with an earlier run of the server
                     self._orphans = [one for one in self._orphans if one not in orphans]
                 return replies[len(kills) :]
 
@@ -235,13 +235,13 @@ class Node:
         return wire
 
     def drop_idle(self) -> None:
-        """Close the connections that nobody uses: others would be found broken as well."""
+        """Close the unused connections. If one connection broke, these may be broken, too."""
         for wire in self._idle:
             wire.close()
         self._idle.clear()
 
     def close(self) -> None:
-        """Break every connection; exchanges under way fail."""
+        """Break every connection; exchanges in flight fail."""
         self._closed = True
         self.drop_idle()
         for wire in list(self._busy):
@@ -249,14 +249,14 @@ class Node:
 
 
 def _kills(wire: Wire, orphans: Sequence[Wire]) -> list[Command]:
-    """What ends the work that a server has of others of its connections."""
-    run = wire.told.get("run_id")  # one that was started again gives their numbers to others
+    """Return the commands that make the server kill ``orphans`` and drop their work."""
+    run = wire.told.get("run_id")  # a restarted server reuses the ids for other connections
     lost = [one.told["id"] for one in orphans if run and one.told.get("run_id") == run]
     return [Command(b"", encode(b"CLIENT", b"KILL", b"ID", n.encode())) for n in lost]
 
 
 def parse_info(text: Any) -> dict[str, str]:
-    """The fields of what INFO replied; none if that is no text."""
+    """Return the fields of a reply to INFO; empty if the reply is not text."""
     if not isinstance(text, bytes):
         return {}
     rows = (line.partition(":") for line in text.decode(errors="replace").splitlines())
@@ -264,7 +264,7 @@ def parse_info(text: Any) -> dict[str, str]:
 
 
 def pairs(reply: Any) -> dict[Any, Any]:
-    """A map that a server replied with; empty if that is none."""
+    """Return a map from a server's reply; empty if the reply is not a map."""
     try:
         return dict(zip(reply[::2], reply[1::2], strict=True))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Quotas of a Redis tier: what each tenant has on the servers, by counters that stand there."""
+"""Quotas of a Redis tier: bytes stored by each tenant, in counters on the servers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvladder.tiers.redis.servers import Outcome, Servers
 from kvladder.tiers.redis.url import Address, QuotaOptions
 
 STEP_KEYS = 1000
-"""How many keys a step looks at; in between the server serves others."""
+"""Keys that one step of a scan looks at; between steps the server serves other clients."""
 Run = Callable[[Sequence[Command]], Awaitable[Sequence[Outcome]]]
 
 
 async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[list[bytes]]:
-    """The keys on a server that match, step by step, some steps empty."""
+    """Yield the matching keys on a server, step by step; a step may be empty."""
     cursor = -1
     while cursor:
         step = (max(0, cursor), b"MATCH", pattern, b"COUNT", STEP_KEYS)
@@ -35,7 +35,7 @@ async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[
 
 
 async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, LabelFields]:
-    """What the labels tell under those of the keys where one lies."""
+    """Read the labels stored under ``names``; keys without a valid label are left out."""
     if not names:
         return {}
     read = [memoryview(bytearray(LABEL_BYTES)) for _ in names]
@@ -50,37 +50,37 @@ async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, LabelFields]:
 
 
 ALL = b"all"
-"""The field with the bytes of the whole namespace; those of salts have 8 bytes as names."""
+"""Name of the field with the bytes of the whole namespace; a salt's field has an 8-byte name."""
 RETRY_MS = 60_000
-"""How soon somebody may count again after a recount that failed."""
+"""Milliseconds after a failed recount before an engine may retry."""
 KNOWN_MAX = 1 << 16
-"""Of how many salts an engine remembers what they have."""
+"""Most counters that an engine remembers."""
 
 
 class Charge(NamedTuple):
-    """What a block that is stored comes to."""
+    """The cost of a stored block."""
 
     salt: bytes
     size: int
-    """Bytes, the label among them."""
+    """Bytes, including the label."""
     old: LabelFields | None
-    """The label of what it takes the place of."""
+    """Label of the block that it replaces, or None."""
 
 
 class Quotas:
-    """What the blocks of a namespace and of each salt in it come to, and how much they may.
+    """Bytes and limits of a namespace's blocks, in all and by salt.
 
-    Engines that share the servers add up, in a hash there, what they store and remove; a batch
-    says so on its way and hears what all have. From time to time one of them counts the blocks:
-    what the servers evicted or expired meanwhile, and what an engine that died had still to say,
-    is put right then.
+    Engines that share the servers add the bytes that they store and remove to counters in a hash
+    there. Each batch of writes carries its additions and returns the new totals. From time to
+    time one engine recounts the blocks. The recount corrects for blocks that the servers evicted
+    or expired, and for additions that a crashed engine did not send.
 
     Parameters
     ----------
     prefix:
-        Of the namespace's keys.
+        Prefix of the namespace's keys.
     value_bytes:
-        The most that a block takes.
+        Most bytes that a block takes.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Quotas:
         self._value_bytes = value_bytes
         self._counters = prefix + b"bytes"
         self._turn = prefix + b"recount"
-        """Is there while nobody need count again."""
+        """Key that exists until the next recount is due."""
         self._known: dict[bytes, int] = {}
         self._owed: Counter[bytes] = Counter()
-        """What the servers have not been told yet."""
+        """Additions, by counter, that have not been sent to the servers yet."""
         self._full: set[bytes] = set()
-        """Salts that had nothing to spare when somebody asked."""
+        """Salts that had nothing to spare when ``spare`` was called."""
         self._fresh: set[bytes] | None = None
-        """Blocks that were stored from here since a recount began, while one is under way."""
+        """Keys stored by this engine since the running recount began; None without a recount."""
         for name, limit in (("namespace", options.namespace), ("tenant", options.tenant)):
             if limit is not None and limit < value_bytes:
                 hint = f"expected at least a block, {value_bytes} bytes"
@@ -115,7 +115,7 @@ class Quotas:
         return self._options.namespace is not None or self._options.tenant is not None
 
     def describe(self) -> str:
-        """The limits, for people."""
+        """Return the limits as text for users."""
         parts = {"in all": self._options.namespace, "each salt": self._options.tenant}
         limits = [f"{limit} {what}" for what, limit in parts.items() if limit is not None]
         every = f", counted anew every {self._options.recount}"
@@ -123,11 +123,11 @@ class Quotas:
 
     @property
     def total_bytes(self) -> int:
-        """What the namespace has, as last heard."""
+        """Bytes of the namespace, as last heard, plus this engine's unsent additions."""
         return max(0, self._known.get(ALL, 0) + self._owed[ALL])
 
     def spare(self, salt: bytes) -> float:
-        """How many more blocks of this salt there may be; any number without a salt."""
+        """Return how many more blocks of this salt may be stored; infinite without a salt."""
         limit = self._options.tenant
         if limit is None or not salt:
             return inf
@@ -137,7 +137,7 @@ class Quotas:
             self._full.add(salt)
         return found
 
-    # ---- what this engine stores and removes
+    # ---- additions of this engine
 
     async def run(
         self,
@@ -145,10 +145,10 @@ class Quotas:
         charges: Mapping[int, Charge],
         limit_s: float | None,
     ) -> Sequence[Outcome]:
-        """Run commands that store blocks, and add in the same batch what they come to.
+        """Run commands that store blocks, and charge for the blocks in the same batch.
 
-        ``charges`` are those of the commands that make blocks visible. Raises
-        TierFull if they are more than the namespace may have.
+        ``charges`` are by index of the commands that make blocks visible. Raises TierFull if they
+        exceed the namespace's quota.
         """
         limit, wanted = self._options.namespace, sum(charge.size for charge in charges.values())
         if limit is not None and self.total_bytes + wanted > limit:
@@ -163,7 +163,7 @@ class Quotas:
             outcomes = await self._tell(salts, commands, limit_s)
         finally:
             for index, (salt, size, old) in charges.items():
-                if outcomes[index] != b"OK":  # it was there already, or was not stored
+                if outcomes[index] != b"OK":  # not stored, or another engine had stored it
                     self.add(salt, -size)
                 elif old is not None:
                     self.remove(old)
@@ -171,28 +171,28 @@ class Quotas:
         return outcomes
 
     def add(self, salt: bytes, count_bytes: int) -> None:
-        """Blocks of a salt have come, or gone if that is negative."""
+        """Add bytes to the counters of the salt and of the namespace; negative for removals."""
         for field in (ALL, salt) if salt else (ALL,):
             self._owed[field] += count_bytes
 
     def remove(self, old: LabelFields) -> None:
-        """A block whose label told this has gone."""
+        """Subtract a removed block, given the fields of its label."""
         self.add(old.facts.salt, -LABEL_BYTES - old.length)
 
     async def settle(self) -> None:
-        """Tell the servers what they have not been told yet."""
+        """Send the additions that the servers have not been told yet."""
         if any(self._owed.values()):
             await self._tell(())
 
     async def refresh(self) -> None:
-        """Hear how much the namespace has by now, and the salts that had nothing to spare."""
+        """Fetch the current bytes of the namespace and of the salts that had nothing to spare."""
         full, self._full = self._full, set()
         await self._tell(full)
 
     async def _tell(
         self, salts: Iterable[bytes], commands: Sequence[Command] = (), limit_s: float | None = None
     ) -> Sequence[Outcome]:
-        """Run commands, tell the servers all that is owed, and hear what these salts have."""
+        """Run commands, send all owed additions, and note the totals that the servers return."""
         owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
         self._owed.clear()
         telling = [
@@ -205,7 +205,7 @@ class Quotas:
             self._owed.update(owed)
             raise
         for (field, count), outcome in zip(owed.items(), outcomes[len(commands) :], strict=True):
-            if not isinstance(outcome, int):  # what failed is still owed
+            if not isinstance(outcome, int):  # a failed addition is still owed
                 self._owed[field] += count
                 continue
             self._known.pop(field, None)
@@ -215,23 +215,23 @@ class Quotas:
         return outcomes[: len(commands)]
 
     def forget(self) -> None:
-        """The counters are gone, with all blocks."""
+        """Forget all counters, after a purge has removed them with all blocks."""
         self._known.clear()
         self._owed.clear()
 
-    # ---- all that is there
+    # ---- recounts
 
     async def recount(self) -> None:
-        """Count the blocks and put the counters right, if it is time and nobody else did.
+        """Count the blocks and correct the counters, if a recount is due and no engine runs it.
 
-        What others write meanwhile may count twice until the next time, what is removed meanwhile
-        may count less.
+        Blocks that other engines write meanwhile may count twice until the next recount. Blocks
+        removed meanwhile may make the counters too small.
 
         Raises
         ------
         TierError, OSError, ValueError
-            A server could not be asked, or did not say what was asked; the counters are as they
-            were, and somebody may try again after ``RETRY_MS``.
+            A server did not answer, or its answer makes no sense. The counters are unchanged, and
+            an engine may retry after ``RETRY_MS``.
         """
         period_ms = int(self._options.recount * 1000)
 
@@ -251,9 +251,9 @@ class Quotas:
             raise
 
     async def _recount(self, counted: Mapping[bytes, bytes]) -> None:
-        """Make the counters what is found, from what they were."""
+        """Correct the counters to what the servers hold; ``counted`` are their old values."""
         found: Counter[bytes] = Counter()
-        self._fresh = set()  # what is added from now on is not in these counters
+        self._fresh = set()  # blocks stored from now on are not in ``counted``
         try:
             for address in await self._servers.addresses():
                 await self._count(address, self._fresh, found)
@@ -264,19 +264,19 @@ class Quotas:
         dead = [field for field, count in counted.items() if not found[field] and not int(count)]
         async with asyncio.timeout(self._entrance.limit_s):
             await self.settle()
-            if dead:  # salts come and go
+            if dead:  # salts without blocks would pile up
                 gone = Command(self._counters, encode(b"HDEL", self._counters, *dead))
                 await self._servers.run([gone])
 
     async def _count(self, address: Address, fresh: set[bytes], found: Counter[bytes]) -> None:
-        """Add what lies on one server and is not fresh."""
+        """Add the bytes of the blocks on one server to ``found``, except those in ``fresh``."""
 
         async def run(commands: Sequence[Command]) -> Sequence[Outcome]:
             async with asyncio.timeout(self._entrance.limit_s):
                 return await wire.exchange(commands)
 
         with closing(await self._entrance.wire(address)) as wire:
-            # newer servers can be asked not to take blocks that are looked at for used
+            # newer servers can be told that these reads do not make blocks recently used
             await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
             async for names in scan(self._entrance, wire, self._prefix + b"{*"):
                 whole = [name for name in names if name.endswith(b"}") and name not in fresh]

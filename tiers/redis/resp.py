@@ -1,4 +1,4 @@
-"""A connection that speaks RESP and reads values straight into the buffers that want them."""
+"""A connection that speaks RESP and reads values straight into their target buffers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from typing import Any, NamedTuple
 Part = bytes | memoryview
 SCRATCH_BYTES = 256 << 10
 LARGE_BYTES = 128 << 10
-"""Values above this are received where they go; of others, many at once, and copied there."""
+"""Longer values are received straight into their targets. Shorter ones are received many at once
+and then copied."""
 LINE_BYTES = 4 << 10
-"""What is received at a time where a large value comes next: its length, and hardly more."""
+"""Bytes received at a time before a large value: its length line, and hardly more."""
 READY_BYTES = 512 << 10
-"""How much is got ready before it is written."""
+"""Bytes of commands that are prepared before they are written."""
 STEP_BYTES = 1 << 20
-"""Values are asked for in steps of so much: a server first copies all it was asked for, and memory
-that is not in a cache costs it more than a wait."""
+"""Bytes of values that are requested in one step. A server first copies all requested values; for
+more than fits its CPU caches, that costs more than a wait between steps."""
 PIECE_BYTES = 128 << 10
-"""What the event loop is given at a time of what a socket does not take at once: it copies that."""
+"""Bytes given to the event loop at a time when the socket is full, since the loop copies them."""
 JOIN_BYTES = 128 << 10
-"""Where a socket cannot take several parts at once, shorter ones are sent together: a copy of them
+"""Parts shorter than this are joined where a socket cannot take several parts at once: a copy
 costs less than a system call."""
 BUFFERS_MAX = 1024
-"""How many parts a system call takes."""
+"""Most parts that one system call takes."""
 
 VALUE_MAX = 64 << 20
-"""The longest value that is taken without a target."""
+"""Longest value that is accepted without a target."""
 
 _NOTHING = memoryview(b"")
 _INTEGER, _VALUE, _TEXT, _SIMPLE, _ERROR, _NULL, _MAP = b":$=+-_%"
@@ -39,7 +40,7 @@ _ARRAYS = b"*~%"
 
 
 class ReplyError(Exception):
-    """An error that the server replied with; ``code`` is its first word."""
+    """An error reply of the server; ``code`` is its first word."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -47,44 +48,47 @@ class ReplyError(Exception):
 
 
 Reply = int | bytes | None | ReplyError | list["Reply"]
-"""Of a value that was read into a target, its whole length in bytes, however long the target is.
-A map is a list of its keys, each followed by what it has."""
+"""A reply. For a value read into a target, it is the value's full length in bytes, even if the
+target is shorter. A map is a list of its keys, each followed by its value."""
 
 
 class Target(NamedTuple):
-    """Where a value goes: its beginning to ``head``, the rest to ``body``; owned by the caller."""
+    """Buffers of the caller for a value: its beginning goes to ``head``, the rest to ``body``."""
 
     head: memoryview
     body: memoryview
     whole: Callable[[int], object] | None = None
-    """Called with the length of a value as soon as all of it is there, and likely in a cache."""
+    """Callback with the value's length, run once it is complete and likely still in a CPU cache."""
 
 
 class Command(NamedTuple):
-    """One command, with one reply."""
+    """One command, which has one reply."""
 
     key: bytes
     parts: bytes | Callable[[], Iterable[Part]]
-    """What is sent, or what makes it, once more if it has to be sent again."""
+    """Bytes to send, or a function that makes them; a resend calls it again."""
     target: Target | None = None
 
 
 def encode(*arguments: bytes | int) -> bytes:
-    """A whole command."""
+    """Return a complete command."""
     return b"*%d\r\n" % len(arguments) + _spelled(arguments)
 
 
 def encode_around(
     *before: bytes | int, length: int, after: Sequence[bytes | int] = ()
 ) -> tuple[bytes, bytes]:
-    """What stands before and after an argument of ``length`` bytes that is sent from its place."""
+    """Return the bytes before and after a large argument, which is then sent without a copy.
+
+    ``length`` is the argument's length in bytes.
+    """
     count = len(before) + 1 + len(after)
     head = b"*%d\r\n%b$%d\r\n" % (count, _spelled(before), length)
     return head, b"\r\n" + _spelled(after)
 
 
 def _spelled(arguments: Sequence[bytes | int]) -> bytes:
-    """The arguments as bytes, each after its length."""
+    """Return the arguments as bytes, each after its length."""
     text = b""
     for argument in arguments:
         data = argument if isinstance(argument, bytes) else b"%d" % argument
@@ -93,20 +97,20 @@ def _spelled(arguments: Sequence[bytes | int]) -> bytes:
 
 
 def _number(text: bytes) -> int:
-    """What a reply says, which is stricter than Python's numbers are."""
+    """Return a reply's number; the syntax is stricter than that of ``int``."""
     if not text.removeprefix(b"-").isdigit():
         raise ValueError("no number where there has to be one")
     return int(text)
 
 
 def _joined(parts: Sequence[Part]) -> Sequence[Part]:
-    """The same bytes, the short parts at the beginning as one."""
+    """Return the same bytes, with the short parts at the beginning joined into one."""
     count = next((i for i, part in enumerate(parts) if len(part) >= JOIN_BYTES), len(parts))
     return [b"".join(parts[:count]), *parts[count:]] if count else parts
 
 
 def _after(parts: Sequence[Part], count: int) -> Sequence[Part]:
-    """What of the parts comes after so many bytes."""
+    """Return the rest of ``parts`` after the first ``count`` bytes."""
     for number, part in enumerate(parts):
         if count < len(part):
             return [memoryview(part)[count:], *parts[number + 1 :]]
@@ -115,20 +119,20 @@ def _after(parts: Sequence[Part], count: int) -> Sequence[Part]:
 
 
 class Wire(asyncio.BufferedProtocol):
-    """One exchange at a time: commands out, as many replies in, values into their targets.
+    """A connection for one exchange at a time: sends commands and reads one reply for each.
 
-    Once an exchange was cut short, by cancellation or a broken connection, the wire is closed: then
-    nothing touches a target any more.
+    If an exchange is cut short, by cancellation or a broken connection, the wire closes. From then
+    on nothing touches a target.
 
-    The last command of each exchange asks for a text that no exchange before it asked for. A reply
-    too many or too few shifts all that follow it, so the replies of an exchange count only if that
-    text stands where it should. A reply that nobody asked for closes the wire.
+    Each exchange ends with a command that returns its mark, a text used only once. A missing or
+    additional reply would shift all later ones. So the replies count only if the mark is in its
+    place. An unexpected reply closes the wire.
 
     Parameters
     ----------
     mark:
-        The command that asks for it. A server that reads but cannot save refuses PING; Sentinels
-        do not know ECHO.
+        The command that returns the mark. A server that can read but not save refuses PING;
+        Sentinels do not know ECHO.
     """
 
     def __init__(self, *, mark: bytes = b"ECHO") -> None:
@@ -140,42 +144,42 @@ class Wire(asyncio.BufferedProtocol):
         self._replies: list[Reply] = []
         self._fills: list[memoryview] = []
         self._is_large = False
-        """Whether what fills those may be a large value."""
+        """True if the value that goes to ``_fills`` may be large."""
         self._skip = 0
-        """How much of a value is still to come after what fills those."""
+        """Bytes of a value that follow those for ``_fills`` and are discarded."""
         self._ended: Callable[[], object] | None = None
         self._arrays: list[tuple[list[Reply], int]] = []
-        """Arrays of which not all has come, each within the one before, and how long they get."""
+        """Incomplete arrays, each nested in the one before, with their full lengths."""
         self._is_direct = False
-        """Whether what comes next is received where it goes."""
+        """True if the next bytes are received straight into a target."""
         self._done: asyncio.Future[list[Reply]] | None = None
         self._marks = count()
         self._mark = b""
-        """What the last reply of this exchange has to be."""
+        """Expected last reply of this exchange."""
         self._echo = bytearray()
-        """What it is."""
+        """Last reply received, to be compared with the mark."""
         self._turn: asyncio.Future[None] | None = None
         self._turn_at = 0
         self._resumed: asyncio.Future[None] | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._socket: socket.socket | None = None  # that takes what is written as it is
+        self._socket: socket.socket | None = None  # set without TLS: bytes can go straight to it
         self.told: dict[str, str] = {}
-        """What the server said of itself when it let us in, our ``id`` there among it."""
+        """Server information from the login, and the ``id`` of this connection there."""
         self.unfinished_write = False
-        """Whether it was closed before all of an exchange was known to have been carried out."""
+        """True if the wire was closed while the server may still have had commands to carry out."""
 
     @property
     def closed(self) -> bool:
-        """Whether there can be no more exchanges."""
+        """True if no more exchanges are possible."""
         return self._transport is None or self._transport.is_closing()
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send the commands; the reply to each, values in their targets.
+        """Send the commands and return the reply to each; values go into their targets.
 
         Raises
         ------
         ConnectionError
-            The connection broke, what came is not RESP, or replies were lost or added.
+            The connection broke, the server does not speak RESP, or replies were lost or added.
         """
         assert self._done is None
         if self.closed:
@@ -195,16 +199,16 @@ class Wire(asyncio.BufferedProtocol):
             raise
         finally:
             if done.done() and not done.cancelled():
-                done.exception()  # seen: asyncio must not report it as lost
+                done.exception()  # mark it as retrieved, or asyncio would report it
             self._done = self._turn = None
             self._targets, self._replies = [], []
 
     async def _send_all(self, commands: Sequence[Command]) -> None:
-        """Send the commands, values being asked for in steps, and what asks for the mark."""
+        """Send the commands, requesting values in steps, then the command for the mark."""
         ready: list[Part] = []
         size = wanted = first = 0
         for number, (_, parts, target) in enumerate(commands):
-            # a step is full: what it holds waits until those of the step before are all here
+            # a step is full: send it, and begin the next when the step before has arrived
             if wanted >= STEP_BYTES:
                 if first:
                     await self._send(ready)
@@ -213,8 +217,8 @@ class Wire(asyncio.BufferedProtocol):
                 first, wanted = number, 0
             if target is not None:
                 wanted += len(target.head) + len(target.body)
-            # it gets ready while the server works on what it has; what ends the last value goes
-            # with the mark, in one piece
+            # commands are prepared while the server works on earlier ones; the last part is sent
+            # in one piece with the mark
             for part in (parts,) if isinstance(parts, bytes) else parts():
                 ready.append(part)
                 size += len(part)
@@ -239,47 +243,47 @@ class Wire(asyncio.BufferedProtocol):
             else:
                 with suppress(BlockingIOError):
                     parts = _after(parts, os.writev(self._socket.fileno(), parts[:BUFFERS_MAX]))
-            if parts:  # the event loop waits until the socket takes more
+            if parts:  # the transport sends it once the socket takes more
                 first = memoryview(parts[0])[:PIECE_BYTES]
                 self._transport.write(first)
                 parts = _after(parts, len(first))
 
     def close(self) -> None:
-        """Close at once; targets are not touched any more. May be called again."""
+        """Close at once, so that nothing touches a target from now on; may be repeated."""
         self._targets, self._fills, self._ended, self._arrays = [], [], None, []
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
 
     def cut(self) -> None:
-        """Close at once; an exchange under way fails."""
+        """Close at once; an exchange in flight fails."""
         self._break(ConnectionAbortedError("the connection was closed"))
 
     # ---- called by the transport
 
     def connection_made(self, transport: Any) -> None:
-        """Read and write through it from now on."""
+        """Read and write through ``transport`` from now on."""
         self._transport = transport
         transport.set_write_buffer_limits(high=1, low=0)  # with 0, TLS would not resume
         if transport.get_extra_info("sslcontext") is None:
             self._socket = transport.get_extra_info("socket")
 
     def pause_writing(self) -> None:
-        """The socket takes no more."""
+        """Make writers wait: the socket takes no more."""
         self._resumed = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """What was written has left."""
+        """Let writers continue: the transport's buffer is empty."""
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
         self._resumed = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits for something gets the error."""
+        """Close the wire and fail everything that is being awaited."""
         self._break(exc if isinstance(exc, OSError) else self._lost("connection lost"))
 
     def _lost(self, what: str) -> ConnectionResetError:
-        """An error that also says what the server refused, if it did."""
+        """Return an error that includes the server's first error reply, if there is one."""
         refused = next((f": {r}" for r in self._replies if isinstance(r, ReplyError)), "")
         return ConnectionResetError(what + refused)
 
@@ -293,7 +297,7 @@ class Wire(asyncio.BufferedProtocol):
             self._resumed = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: into a large value that is being read, else into the scratch."""
+        """Return the buffer for the next bytes: a large value's target, else the scratch."""
         del sizehint
         if self._fills and self._is_large:
             self._is_direct = True
@@ -313,7 +317,7 @@ class Wire(asyncio.BufferedProtocol):
         ]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes have come."""
+        """Take in ``nbytes`` bytes that have arrived, and finish the exchange if complete."""
         if self._is_direct:
             self._filled(nbytes)
         else:
@@ -347,7 +351,7 @@ class Wire(asyncio.BufferedProtocol):
             del self._fills[0]
 
     def _value_read(self) -> bool:
-        """Move what has come of a value to where it goes; whether nothing of one is outstanding."""
+        """Move the received bytes of a value into its target; return whether it is complete."""
         while self._fills and self._start < self._end:
             count = min(self._end - self._start, len(self._fills[0]))
             self._fills[0][:count] = self._scratch[self._start : self._start + count]
@@ -367,7 +371,7 @@ class Wire(asyncio.BufferedProtocol):
         return True
 
     def _read_line(self) -> bool:
-        """Take in the next line of a reply; False if it is not all there yet."""
+        """Read the next line of a reply; return False if it is incomplete."""
         end = self._buffer.find(b"\r\n", self._start, self._end)
         if end < 0:
             if self._end - self._start >= SCRATCH_BYTES:
@@ -392,7 +396,7 @@ class Wire(asyncio.BufferedProtocol):
         return True
 
     def _take(self, reply: Reply) -> None:
-        """A whole reply has come, or the next part of an array."""
+        """Add a complete reply, or the next element of the innermost array."""
         while self._arrays:
             array, wanted = self._arrays[-1]
             array.append(reply)
@@ -411,7 +415,7 @@ class Wire(asyncio.BufferedProtocol):
         if length < 0:
             self._take(None)
             return
-        # what is in an array has no target
+        # elements of an array have no target
         target = None if self._arrays else self._targets[len(self._replies)]
         self._skip, self._is_large = 2, target is not None and len(target.body) > LARGE_BYTES
         if target is None:

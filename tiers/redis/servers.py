@@ -1,4 +1,4 @@
-"""Which server a command goes to: the only one, the one that Sentinels name, or a cluster's."""
+"""Routing of commands to servers: to the only one, a Sentinel's master, or a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from kvladder.tiers.redis.resp import Command, Reply, ReplyError, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
 ROUNDS_MAX = 5
-"""How often a command is sent again because a cluster moved its key."""
+"""Most rounds of sending a command; a cluster may move its key, or a server may fail."""
 HEAD_START_S = 0.05
-"""How much later each of several servers is asked that may all answer."""
+"""Delay between asking one server and the next, where any of them may answer."""
 SILENT_S = 1.0
-"""How long a server that did not answer in time is not asked again."""
+"""Seconds for which a server that did not answer in time is not asked again."""
 UNSERVED = TierError("no server of the cluster serves its slot")
 ASKING = Command(b"", encode(b"ASKING"))
 Outcome = Reply | TierError
-"""What came of a command; an error of one server does not hide what the others say."""
+"""Result of a command: its reply or an error. A server's error affects only its own commands."""
 T = TypeVar("T")
 
 
 class _Errand:
-    """Commands on their way to their servers, named by their numbers."""
+    """A batch of commands in flight, with their outcomes; commands are named by index."""
 
     def __init__(self, commands: Sequence[Command]) -> None:
         self.commands = commands
         self.slots = [key_slot(command.key) for command in commands]
         self.outcomes: list[Outcome] = [None] * len(commands)
         self.left: Sequence[int] = range(len(commands))
-        """Those that have to be sent, perhaps once more."""
+        """Commands to be sent, or sent again."""
         self.asked: dict[int, Address] = {}
-        """Where to ask for those whose slot is just being moved."""
+        """Temporary server, by command, for keys in slots that are being moved (ASK)."""
         self.gone: set[Address] = set()
-        """Servers that failed: they are not sent anything again."""
+        """Servers that failed; this batch sends them nothing more."""
 
 
 class Servers:
-    """Sends commands where they belong.
+    """Sends each command to the server that owns its key.
 
-    Keys lie in slots, of which a cluster has many, anything else has one. Who owns a slot is learnt
-    where it is not known, and forgotten where a server fails: another may have taken its place.
+    Keys lie in slots: a cluster has many, any other setup has one. The owner of a slot is looked
+    up when unknown. It is forgotten when its server fails, since another may have taken over.
     """
 
     def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
@@ -58,15 +58,15 @@ class Servers:
         self._owners: list[Address | None] = [None] * slots
         self._learning: asyncio.Task[None] | None = None
         self._silent: dict[Address, float] = {}
-        """When to ask those again that did not answer in time."""
+        """Time from which a server that did not answer in time may be asked again."""
         self._closed = False
 
     def run(
         self, commands: Sequence[Command], limit_s: float | None = None
     ) -> Coroutine[Any, Any, Sequence[Outcome]]:
-        """One outcome per command, in their order; one pipelined batch per server.
+        """Run commands, pipelined to each server, and return one outcome per command, in order.
 
-        What one server of several has not answered after ``limit_s`` has failed.
+        In a cluster, commands not answered within ``limit_s`` fail.
         """
         is_alone = not self._options.cluster
         return self._run_alone(commands) if is_alone else self._run_all(commands, limit_s)
@@ -74,7 +74,7 @@ class Servers:
     async def _run_all(
         self, commands: Sequence[Command], limit_s: float | None
     ) -> Sequence[Outcome]:
-        """``run`` where each of several servers has some of the keys."""
+        """Run commands in a cluster, where each server has some of the keys."""
         now = asyncio.get_running_loop().time
         end_s = None if limit_s is None else now() + limit_s
         errand = _Errand(commands)
@@ -99,7 +99,7 @@ class Servers:
         return errand.outcomes
 
     async def _run_alone(self, commands: Sequence[Command]) -> Sequence[Outcome]:
-        """``run`` where one server has all keys: if it does not answer, nobody does."""
+        """Run commands on the one server that has all keys; retry once if its owner changed."""
         tried: Address | None = None
         outcomes: Sequence[Outcome] = []
         while True:
@@ -123,7 +123,7 @@ class Servers:
             tried = owner
 
     async def _batches(self, errand: _Errand) -> dict[Address, list[int]]:
-        """Which of the commands that are left to send to whom; those that nobody takes fail."""
+        """Group the remaining commands by server; a command without a server gets an error."""
         unserved = UNSERVED
         if any(self._owners[errand.slots[i]] is None for i in errand.left if i not in errand.asked):
             try:
@@ -140,7 +140,7 @@ class Servers:
         return batches
 
     def _again(self, errand: _Errand, i: int, owner: Address) -> bool:
-        """Whether to send a command again: its key is elsewhere, or its server failed."""
+        """Return whether to send a command again, as its key moved or its server failed."""
         outcome = errand.outcomes[i]
         if not isinstance(outcome, ReplyError):
             if owner not in errand.gone:
@@ -161,7 +161,7 @@ class Servers:
         return True
 
     def _forget(self, owner: Address | None) -> None:
-        """Have it learnt anew who has the slots of a server that does not answer, or should not."""
+        """Forget which slots a server owns, so that their owner is looked up again."""
         if owner is not None and owner in self._nodes:
             self._nodes[owner].drop_idle()
         self._owners = [None if known == owner else known for known in self._owners]
@@ -169,7 +169,7 @@ class Servers:
     async def _send(
         self, errand: _Errand, owner: Address, batch: Sequence[int], end_s: float | None
     ) -> None:
-        """Send a server its batch, and note the outcomes."""
+        """Send a server its batch and note the outcomes."""
         wanted = [errand.commands[i] for i in batch]
         if errand.asked:
             asking = (
@@ -202,17 +202,17 @@ class Servers:
             self._nodes[address] = Node(self._entrance, address, self._options.connections)
         return self._nodes[address]
 
-    # ---- who owns which slots
+    # ---- owners of slots
 
     async def addresses(self) -> list[Address]:
-        """Where the servers are that take writes.
+        """Return the addresses of the servers that take writes.
 
         Raises
         ------
         TierError
-            That cannot be found out.
+            No server could tell, or none serves a slot.
         """
-        if None in self._owners:  # those of a server that did not answer are not known
+        if None in self._owners:  # e.g. the slots of a server that did not answer
             await self._learnt()
         owners = {owner for owner in self._owners if owner is not None}
         if not owners:
@@ -220,12 +220,12 @@ class Servers:
         return sorted(owners)
 
     async def _learnt(self) -> None:
-        """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
+        """Wait until the owners are looked up; the lookup continues if a waiter is cancelled."""
         if self._closed:
             raise Closed
         if self._learning is None or self._learning.done():
             self._learning = asyncio.create_task(self._learn(), name="kvladder-redis-slots")
-            # seen: asyncio must not report it as lost
+            # retrieve the error, or asyncio would report it
             self._learning.add_done_callback(lambda task: task.cancelled() or task.exception())
         learning = self._learning
         await asyncio.wait({learning})
@@ -247,7 +247,7 @@ class Servers:
             self._owners = [addresses[0]]
 
     async def _table(self, address: Address) -> list[Address | None]:
-        """Who owns which slots, as a node of the cluster says."""
+        """Return the owner of each slot, as told by a node of the cluster."""
         told = await self._entrance.ask(address, b"CLUSTER", b"SLOTS")
         try:
             return _owners(told, address)
@@ -264,19 +264,25 @@ class Servers:
 
 
 def _is_read_only(outcome: Outcome) -> bool:
-    """Whether this is said by a server that was the master and is none any more."""
+    """Return whether an outcome shows that the server is no longer the master."""
     return isinstance(outcome, ReplyError) and outcome.code == "READONLY"
 
 
 def _address(host: str, port: int, teller: Address) -> Address:
-    """Where a server says that another is; where it is itself if it leaves out the host."""
+    """Return an address told by ``teller``; without a host, the teller's own host is meant."""
     if not 0 < port < 1 << 16:
         raise ValueError("there is no such port")
     return Address(host or teller.host, port)
 
 
 def _owners(told: Any, teller: Address) -> list[Address | None]:
-    """By slot, its owner, as CLUSTER SLOTS tells; raises what comes of an answer without sense."""
+    """Return each slot's owner from a reply to CLUSTER SLOTS.
+
+    Raises
+    ------
+    TypeError, ValueError, AttributeError
+        The reply makes no sense.
+    """
     owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for first, last, (host, port, *_), *_ in told:
         if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
@@ -289,12 +295,12 @@ def _owners(told: Any, teller: Address) -> list[Address | None]:
 async def first(
     addresses: Iterable[Address], ask: Callable[[Address], Coroutine[Any, Any, T]]
 ) -> T:
-    """The first answer of servers that may all know it.
+    """Ask servers that may all know the answer, and return the first answer.
 
     Raises
     ------
     TierError
-        There is none; what each of them said, or that one of them is Unfit.
+        No server answered. The error is ``Unfit`` if any server was, else it lists all failures.
     """
 
     async def later(number: int, address: Address) -> T:

@@ -28,14 +28,14 @@ BATCH_BYTES = 64 << 20
 BATCH_BLOCKS_MAX = 128
 PROBE_BLOCKS_MAX = 16384
 VALUE_BYTES_MAX = 512 << 20
-"""What a server takes unless ``proto-max-bulk-len`` says otherwise."""
+"""Longest value that a server takes, unless its ``proto-max-bulk-len`` differs."""
 VALUE_BYTES_MIN = 1 << 20
-"""The least that ``proto-max-bulk-len`` may be."""
+"""Smallest possible ``proto-max-bulk-len``."""
 SHARE = 0.8
-"""Of the time for a call: one of several servers that is silent so long costs no more than its own
-blocks; what the others say is answered in the rest."""
+"""Share of a call's time for the servers of a cluster to answer. A server silent for longer costs
+only its own blocks; the rest of the time serves to return the others' answers."""
 PART_MS = 600_000
-"""How long a part of a block stays if what makes the block visible is never written."""
+"""Milliseconds for which a block's part stays if the first part, written last, never follows."""
 PREFIX = b"kvladder:"
 SPACE_DIGITS = 32
 _NOTHING = memoryview(b"")
@@ -49,10 +49,10 @@ GAUGES = {
 
 
 class RedisTier(Tier):
-    """Blocks under ``kvladder:VERSION:NAMESPACE:{BLOCK}``, a value each: its label, then its bytes.
+    """Blocks under ``kvladder:VERSION:NAMESPACE:{BLOCK}``; each value is a label, then the bytes.
 
-    Values are written once and whole. Others may put into and remove from the same servers, also
-    engines that know another version of labels.
+    Values are written once and whole. Other engines may put into and remove from the same servers,
+    even engines with another version of labels.
     """
 
     Options: ClassVar[type[RedisOptions]] = RedisOptions
@@ -101,7 +101,7 @@ class RedisTier(Tier):
         return facts
 
     async def _reached(self) -> None:
-        """Check the servers for the first time, while the settings can still be refused."""
+        """Check the servers for ``open`` or ``examine``; raise ConfigError or Unavailable."""
         try:
             await self._require_fit()
         except Unfit as error:
@@ -128,7 +128,7 @@ class RedisTier(Tier):
         await self._reached()
 
     async def _require_fit(self) -> None:
-        """Check, once, that the servers are what the settings say, and hear what they take."""
+        """Check once that the servers match the settings, and learn the longest value they take."""
         if self._closed:
             raise Closed
         if self._fit:
@@ -144,12 +144,11 @@ class RedisTier(Tier):
         self._version, self._value_max = await first(some, self._checked)
 
     async def _checked(self, address: Address) -> tuple[str, int]:
-        """The version of a server, and the longest value it takes; Unfit if it does not fit."""
+        """Return a server's version and the longest value it takes; raise Unfit on a mismatch."""
         value_max = VALUE_BYTES_MAX
         with closing(await self._entrance.wire(address)) as wire:
             version = self._version_of(address, wire.told)
-            # a user without this right, or a service without this command or with an answer of
-            # its own
+            # the user may lack this right, or a service may lack the command or answer otherwise
             with suppress(TierError, KeyError, TypeError, ValueError):
                 name = b"proto-max-bulk-len"
                 told = pairs(await self._entrance.reply(wire, b"CONFIG", b"GET", name))
@@ -157,7 +156,7 @@ class RedisTier(Tier):
         return version, value_max
 
     def _version_of(self, address: Address, info: Mapping[str, str]) -> str:
-        """The version; raises Unfit unless what a server says of itself is what settings say."""
+        """Return the server's version; raise Unfit if it is too old or not what settings say."""
         said = info.get("redis_version", "0")
         version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else said
         if tuple(int(n) for n in said.split(".") if n.isdecimal()) < OLDEST:
@@ -173,26 +172,29 @@ class RedisTier(Tier):
     # ---- commands
 
     def _name(self, key: BlockKey) -> bytes:
-        """The key of a block, which is its own hash tag: so a cluster spreads a prefix."""
+        """Return the Redis key of a block. Its hash tag is the block, so clusters spread blocks."""
         return self._prefix + b"{" + key.hex().encode() + b"}"
 
     def _count(self, length: int) -> int:
-        """In how many values a block of so many bytes is kept: one, unless a server refuses it."""
+        """Return the number of values for a block of ``length`` bytes: 1 unless it is too long."""
         return -(-(LABEL_BYTES + length) // self._value_max)
 
     def _span(self, part: int) -> slice:
-        """Which bytes of a block a value holds; before the first ones stands the label."""
+        """Return the range of a block's bytes that a part holds; part 0 also holds the label."""
         begin = part * self._value_max - LABEL_BYTES
         return slice(max(0, begin), begin + self._value_max)
 
     @cached_property
     def _spans(self) -> Sequence[slice]:
-        """Which bytes of a whole block its values hold."""
+        """Byte range of a whole block in each of its parts."""
         every = map(self._span, range(self._count(self._size)))
         return [slice(span.start, min(span.stop, self._size)) for span in every]
 
     def _written(self, write: Write, name: bytes, part: int, replace: bool) -> Iterable[Part]:
-        """What stores a block, or a part of it: the first comes last, before it nobody sees one."""
+        """Return the command that stores one part of a block.
+
+        Part 0 is written last, since it makes the block visible.
+        """
         label = b"" if part else write.label()
         body = write.view[: write.length][self._span(part)]
         ttl_ms = self._ttl_ms(write.facts)
@@ -208,7 +210,7 @@ class RedisTier(Tier):
         return before + label, body, after
 
     def _lasting(self, write: Write) -> Iterable[Command]:
-        """Has the other parts of a block last as long as the first, which is stored now."""
+        """Yield commands that give the other parts of a stored block the first part's lifetime."""
         name, ttl_ms = self._name(write.key), self._ttl_ms(write.facts)
         for part in range(1, self._count(write.length)):
             key = part_name(name, part)
@@ -216,7 +218,7 @@ class RedisTier(Tier):
             yield Command(name, parts)
 
     def _ttl_ms(self, facts: Facts) -> int | None:
-        """How long the server is to keep a block; None for good."""
+        """Return how long the server keeps a block, in milliseconds; None means no limit."""
         ttl_s = self._ttls[facts.priority]
         if facts.expires_wall_s is not None:
             left_s = facts.expires_wall_s - self.context.clock.wall()
@@ -229,7 +231,10 @@ class RedisTier(Tier):
         charges: Mapping[int, Charge] = NO_CHARGES,
         limit_s: float | None = None,
     ) -> Sequence[Outcome]:
-        """The outcomes, what is said of a server as a TierError; raised if there is no other."""
+        """Run commands and return their outcomes, with server errors as TierErrors.
+
+        If every outcome is a TierError, raise the first.
+        """
         if not commands:
             return []
         self._ask_gauges()
@@ -245,14 +250,14 @@ class RedisTier(Tier):
         return outcomes
 
     def _ask_gauges(self) -> None:
-        """Have the servers say how they are, now and then, while nobody waits for it."""
+        """Refresh the gauges and quotas in the background, at most every ``GAUGES_S``."""
         now = self.context.clock.now()
         if self._asking is None and now - self._asked_s >= GAUGES_S:
             self._asked_s = now
             self._asking = asyncio.create_task(self._gauge(), name="kvladder-redis-info")
 
     async def _said(self) -> dict[str, int]:
-        """What all servers together say of themselves: GAUGES."""
+        """Return the values of ``GAUGES``, summed over all servers."""
         found = dict.fromkeys(GAUGES, 0)
         for address in await self._servers.addresses():
             info = parse_info(await self._entrance.ask(address, b"INFO"))
@@ -268,7 +273,7 @@ class RedisTier(Tier):
                     await self._quotas.refresh()
                 await self._quotas.recount()
         except (TierError, OSError, ValueError, TypeError):
-            pass  # the old ones have to do
+            pass  # keep the old values
         finally:
             self._asking = None
 
@@ -285,9 +290,9 @@ class RedisTier(Tier):
             view, name = read.view, self._name(read.key)
             for part, span in enumerate(spans):
                 head, body = _NOTHING if part else label, view[span]
-                # at once, while the next one comes and this one is still in a cache
+                # check it at once: it is still in a CPU cache, and the next one is arriving
                 whole = partial(_came, read, label) if len(spans) == 1 else None
-                # one byte more than there can be tells a value that is too long
+                # the range ends one byte too far, so that a value that is too long is noticed
                 parts = encode(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
                 commands.append(Command(name, parts, Target(head, body, whole)))
         outcomes = await self._run(commands, limit_s=self._limit_s)
@@ -305,7 +310,7 @@ class RedisTier(Tier):
         return [outcome is not False for outcome in outcomes]
 
     async def _put(self, writes: Sequence[Write], *, replace: bool = False) -> list[bool | None]:
-        """Of each block whether it was stored; None if something is there already."""
+        """Return for each block whether it was stored; None if its key already had a value."""
         commands: list[Command] = []
         ends: list[int] = []
         for write in writes:
@@ -322,7 +327,7 @@ class RedisTier(Tier):
                 old, size = told.get(commands[last].key), LABEL_BYTES + write.length
                 charges[last] = Charge(write.facts.salt, size, old)
         outcomes = await self._run(commands, charges, self._limit_s)
-        if len(commands) == len(writes):  # as nearly always: a value each
+        if len(commands) == len(writes):  # the usual case: one value per block
             return [None if outcome is None else outcome == b"OK" for outcome in outcomes]
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
@@ -333,9 +338,9 @@ class RedisTier(Tier):
         ]
 
     async def _unlike(self, writes: Sequence[Write]) -> list[Write]:
-        """Those of the blocks in whose place lies what has another type or an impossible length.
+        """Return the blocks whose keys have a value of another type or of an impossible length.
 
-        They are to replace that. What could be the block is left to a get, which compares it.
+        These values must be replaced. Any other value may be the block; a get will check it.
         """
         return [
             write
@@ -351,13 +356,13 @@ class RedisTier(Tier):
         return await self._run([Command(n, encode(b"STRLEN", n)) for n in names], limit_s=limit_s)
 
     def _fits(self, length: int) -> bool:
-        """Whether the first value of a block may have this length."""
+        """Return whether the first value of a block may have this length."""
         return LABEL_BYTES <= length <= LABEL_BYTES + self._size
 
     def spare(self, salt: bytes) -> float:
         found = self._quotas.spare(salt)
         if not found:
-            self._ask_gauges()  # by then others may have removed some
+            self._ask_gauges()  # another engine may have removed blocks meanwhile
         return found
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
@@ -367,12 +372,15 @@ class RedisTier(Tier):
         await self._unlink(parts, await self._told(blocks))
 
     async def _told(self, blocks: Sequence[Ref | Write]) -> dict[bytes, LabelFields]:
-        """What the labels tell of what lies under these keys, if somebody has to count it."""
+        """Read the labels of these blocks if there are quotas, to charge for them; else nothing."""
         names = [self._name(block.key) for block in blocks]
         return await labels(names, self._run) if self._quotas else {}
 
     async def _unlink(self, parts: Mapping[bytes, int], told: Mapping[bytes, LabelFields]) -> int:
-        """Remove blocks of so many parts each, of which labels told this; how many went."""
+        """Remove blocks, given the number of parts by key, and return how many were removed.
+
+        ``told`` has the fields of labels by key, for the quotas.
+        """
         outcomes = await self._run(
             [
                 Command(
@@ -401,7 +409,7 @@ class RedisTier(Tier):
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         await self._require_fit()
         seen = removed = 0
-        # what counts the blocks goes with all of them
+        # a purge of all blocks also removes the counters of the quotas
         pattern = self._every_version + (b"*" if salt is None else b"{*")
         addresses = await self._servers.addresses()
         total = sum([int(await self._entrance.ask(a, b"DBSIZE")) for a in addresses])
@@ -416,9 +424,9 @@ class RedisTier(Tier):
         return removed
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
-        """Remove these keys, or those of them whose labels name this salt, with their parts.
+        """Remove these keys, or with ``salt`` the blocks whose labels name it, with all parts.
 
-        And those of other versions, whose labels nobody here can read.
+        Keys of other label versions are always removed, since their salt cannot be read.
         """
         if salt is None:
             return await self._unlink(dict.fromkeys(names, 1), {})
@@ -458,25 +466,25 @@ class RedisTier(Tier):
 
 
 def part_name(name: bytes, part: int) -> bytes:
-    """The key of a part of a block that is too large for one value; part 0 holds the label."""
+    """Return the key of a block's part; part 0 has the block's own key and holds the label."""
     return name + b":%d" % part if part else name
 
 
 def _came(read: Read, label: memoryview, length: int) -> None:
-    """Tell of a value of this length, and check it; of an empty one, that nothing came."""
+    """Report a value of this length to the read, and check it; ignore an empty value."""
     if length:
         read.came(label, length - LABEL_BYTES)
         read.check()
 
 
 def _found(read: Read, label: memoryview, own: Sequence[Outcome]) -> bool | None:
-    """Whether its values are the block; None if a server is not there, or not ready."""
+    """Return whether a block's values are the block; None if a server is down or not ready."""
     lengths = [outcome for outcome in own if isinstance(outcome, int)]
     if len(lengths) < len(own) and any(isinstance(outcome, TierError) for outcome in own):
         return None
     if len(lengths) == len(own) > 1 and lengths[0]:
         read.came(label, sum(lengths) - LABEL_BYTES)
-    # what is there and did not come, since it is none of ours, is damaged
+    # length 0 means absent; anything else that did not arrive, e.g. of another type, is damaged
     return own[0] != 0 and read.check()
 
 
@@ -485,7 +493,7 @@ def _is_of_another_type(outcome: Outcome) -> bool:
 
 
 def _of_server(outcome: Outcome) -> Outcome:
-    """The outcome, as a TierError if it says something about the server rather than a key."""
+    """Return the outcome, as a TierError if the error is about the server rather than a key."""
     if not isinstance(outcome, ReplyError) or _is_of_another_type(outcome):
         return outcome
     if outcome.code == "OOM":

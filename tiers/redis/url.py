@@ -1,4 +1,4 @@
-"""What a configuration says about a Redis tier: where the servers are, and how to get in."""
+"""The settings of a Redis tier: its servers, the login and the quotas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMES = ("redis", "rediss", "unix")
 
 
 class Address(NamedTuple):
-    """Where a server listens: host and port, or the path of a socket and 0."""
+    """Address of a server: host and port, or the path of a Unix socket and 0."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
 
 class Url(NamedTuple):
-    """What a URL says."""
+    """The parts of a URL."""
 
     tls: bool
     addresses: tuple[Address, ...]
@@ -37,18 +37,18 @@ class Url(NamedTuple):
     password: str
 
     def __repr__(self) -> str:
-        """Without the user: it ends up in messages and reports of crashes."""
+        """Return a text without the user and password, safe for messages and crash reports."""
         where = ",".join(map(str, self.addresses))
         return f"Url({where!r}, db={self.db}, tls={self.tls})"
 
 
 def parse_url(url: str, *, port: int = PORT) -> Url:
-    """Take a URL apart; several hosts are separated by commas.
+    """Split a URL into its parts; commas separate several hosts.
 
     Raises
     ------
     ValueError
-        It is none that can be used; the message does not quote it, since it may hold a password.
+        The URL is invalid. The message does not quote it, since it may hold a password.
     """
     scheme, found, rest = url.partition("://")
     if not found or scheme not in SCHEMES:
@@ -89,14 +89,14 @@ RECOUNT = Duration(3600)
 
 
 class QuotaOptions(Settings, frozen=True, kw_only=True):
-    """How much the blocks of all engines together may take; see docs/redis.md."""
+    """Limits on the bytes that blocks of all engines together take; see docs/redis.md."""
 
     namespace: Size | None = None
-    """Of one model, layout and deployment."""
+    """Most bytes of a namespace: one model, layout and deployment."""
     tenant: Size | None = None
-    """Of each cache salt in it."""
+    """Most bytes of each cache salt in the namespace."""
     recount: Duration = RECOUNT
-    """How often one of the engines counts what is there."""
+    """Time between two recounts of the stored blocks, each by one of the engines."""
 
     def __post_init__(self) -> None:
         if self.namespace is None and self.tenant is None and self.recount != RECOUNT:
@@ -111,33 +111,33 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     """The keys of a Redis tier; see docs/redis.md."""
 
     url: str
-    """``redis://host:port/db``, ``rediss://`` for TLS or ``unix:///path``; several hosts, with
-    commas between them, for Sentinel and Cluster."""
+    """``redis://host:port/db``, ``rediss://`` for TLS or ``unix:///path``. For Sentinel and
+    Cluster, several hosts may be given, separated by commas."""
     sentinel: str = ""
-    """The name of a master: the hosts of the URL are Sentinels, which know where it is."""
+    """Name of the master. With it, the hosts of the URL are Sentinels, which tell its address."""
     cluster: bool = False
-    """Whether the hosts of the URL are nodes of a Redis Cluster."""
+    """True if the hosts of the URL are nodes of a Redis Cluster."""
     username: str = ""
     password: str = ""
-    """Of an ACL user; instead of those in the URL."""
+    """Name and password of an ACL user, instead of those in the URL."""
     sentinel_username: str = ""
     sentinel_password: str = ""
     ca: str = ""
-    """File with the certificates that a server's is checked with; the system's if empty."""
+    """File with the CA certificates that verify the servers; the system's if empty."""
     certificate: str = ""
     certificate_key: str = ""
-    """Files of our own certificate, for servers that ask for one."""
+    """Files with the client certificate and its key, for servers that ask for one."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 4
-    """At most, to each server."""
+    """Most connections to each server."""
     connect_timeout: Duration = Duration(2)
-    """How long it may take to connect and log in."""
+    """Time limit to connect and log in."""
     ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])
-    """How long the server keeps a block, by the lowest priority to which it applies."""
+    """Lifetime of blocks on the server, by the lowest priority to which it applies."""
     quota: QuotaOptions = QuotaOptions()
     probe_timeout: Duration | None = None
-    """How long a request waits for what the servers say they have; by default as for a call."""
+    """Time limit for asking which blocks the servers have; by default the limit of any call."""
     probe_cache: Duration = Duration(1)
-    """How long the answer that a block is not there is believed."""
+    """Time for which the answer that a block is absent stays valid."""
 
     def __post_init__(self) -> None:
         try:
@@ -179,7 +179,7 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def parsed(self) -> Url:
-        """The URL, with the user of ``username`` and ``password``; it was checked before."""
+        """The parts of the URL, with ``username`` and ``password`` in place of the URL's user."""
         url = parse_url(self.url, port=SENTINEL_PORT if self.sentinel else PORT)
         return url._replace(
             username=self.username or url.username, password=self.password or url.password
@@ -187,11 +187,11 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
 
     @property
     def places(self) -> list[str]:
-        """What no other level may name: each server with its database, without its user."""
+        """Names that no other level may use: each server with its database, without its user."""
         url, of = self.parsed, f"{self.sentinel} at " if self.sentinel else ""
         return [f"{of}{address}/{url.db}" for address in url.addresses]
 
     def ttl_s(self, priority: int) -> float | None:
-        """How long the server keeps a block of this priority; None for good."""
+        """Return how long the server keeps a block of this priority; None means no limit."""
         found = max((int(least) for least in self.ttls if int(least) <= priority), default=None)
         return None if found is None else self.ttls[str(found)]
