@@ -313,7 +313,7 @@ class Write:
         """Number of bytes to store from the beginning of ``view``; fewer if a codec shrank it."""
         self.facts = facts
         self.replace = replace
-        """True if a shared tier must replace the block under this key, which proved useless."""
+        """True if a shared tier has a useless block under this key and must replace it."""
         self._coding = coding
         self._labels = labels
 

@@ -43,7 +43,7 @@ class Spawned:
         child: subprocess.Popen[bytes] | None = None
         try:
             child = subprocess.Popen(  # noqa: S603 - it ends with this thread
-                # -P: a module of the current folder is not ours, unless this process imports it too
+                # -P: no modules from the current folder, unless this process imports them, too
                 [sys.executable, "-P", "-m", module, str(os.getpid()), str(fd)],
                 pass_fds=(fd, *descriptors),
                 stdin=subprocess.DEVNULL,
