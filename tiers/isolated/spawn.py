@@ -129,7 +129,7 @@ def run(serve: Serve) -> None:
     status = 0
     try:
         asyncio.run(_serve(serve, fd))
-    except BaseException:  # noqa: BLE001 - the parent only sees the exit status
+    except BaseException:  # noqa: BLE001 - the other side hears of an end
         traceback.print_exc()
         status = 1
     os._exit(status)  # skips the interpreter's shutdown, since threads of a library may hang
