@@ -1,4 +1,4 @@
-"""Tiers, and the ladder of levels that they stand on; what an author of a tier needs."""
+"""Tiers and the ladder of levels above them; exports all names that an author of a tier needs."""
 
 from kvladder.errors import ConfigError as ConfigError
 from kvladder.errors import TierError as TierError

@@ -1,4 +1,4 @@
-"""The interface that a tier's author implements: six calls, four of them with batches."""
+"""The interface that an author of a tier implements: six calls, four of them with batches."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write
 
 NO_PLACE = -1
-"""The place of a block of a shared tier that this level holds no place for."""
+"""The place of a block of a shared tier for which this level holds no place."""
 
 
 class Medium:
-    """What few tiers say or do; most leave all of it as it is."""
+    """The attributes and calls that only few tiers need; most tiers keep all these defaults."""
 
     block_bytes_min: int = 0
-    """The smallest block that it is worth it for: a configuration with smaller ones is refused."""
+    """Smallest block that is worth storing; a configuration with smaller blocks is refused."""
     overhead_bytes: int = 0
-    """Bytes that a block takes beside its slot, e.g. for its label; a capacity pays for them."""
+    """Bytes that a block takes beside its slot, e.g. for its label; they count as capacity."""
     medium: str = "STORAGE"
-    """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
+    """Name of the medium in KV events: CPU for memory of this machine, STORAGE if colder."""
     recovers_checked: bool = False
-    """Whether ``recover`` keeps its promises in any case: the level need not look at each block."""
+    """True if ``recover`` always keeps its promises: the level need not check each block."""
     erases: bool = False
-    """Whether blocks that it has forgotten lie there until ``erase`` overwrites them."""
+    """True if forgotten blocks stay on the medium until ``erase`` overwrites them."""
     probe_max: int = 0
-    """The largest batch of ``contains``; 0 stands for ``batch_max``."""
+    """Largest batch of ``contains``; 0 means ``batch_max``."""
     probe_timeout_s: float | None = None
-    """How long an answer of ``contains`` is waited for; None: as long as for any call."""
+    """Timeout of ``contains`` in seconds; None means the timeout of any other call."""
     probe_cache_s: float = 1.0
-    """How long the answer that a block is not there is believed."""
+    """Seconds for which the level believes an answer that a block is not there."""
 
     async def examine(
         self, capacity_bytes: int, warn: Callable[[str], object]
     ) -> Mapping[str, str]:
-        """See whether what the settings name is there, and leave it as it is; facts for people.
+        """Check that the things named by the settings are there; return facts for people.
 
-        Called before anything is opened, outside of a running cache, and by nobody after ``open``.
-        What is to be mended and is no reason not to start goes to ``warn``, a sentence each.
+        Changes nothing. It is called outside of a running cache, before anything is opened, and
+        never after ``open``. Call ``warn`` with one sentence for each problem that should be fixed
+        but does not prevent a start.
 
         Raises
         ------
@@ -50,29 +51,33 @@ class Medium:
         return {}
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
-        """Overwrite what forgotten blocks of this namespace left behind, or those of one salt.
+        """Overwrite the bytes that forgotten blocks of this namespace, or of one salt, left behind.
 
-        Only of tiers that say so by ``erases``; neither ``put`` nor ``remove`` is called meanwhile.
-        A step that takes no longer than a ``put``: it begins at place ``start``, and at place 0
-        with what makes all removals so far survive a power cut. Returns how many blocks it
-        overwrote, which survives one too, and where to go on, None at the end.
+        Called only if ``erases`` is True; neither ``put`` nor ``remove`` is called meanwhile. One
+        call is one step: it begins at place ``start`` and takes no longer than a ``put``. The step
+        at place 0 first makes all earlier removals survive a power cut.
+
+        Returns
+        -------
+        The number of blocks overwritten, which also survives a power cut, and the place where the
+        next step begins, or None at the end.
         """
         raise TierError("there is nothing to erase", temporary=False)
 
     def spare(self, salt: bytes) -> float:
-        """How many more blocks of one salt it takes now; any number unless there is a quota.
+        """Return how many more blocks of one salt the tier takes now; infinity without a quota.
 
-        Called on the loop: it does not wait. A level drops what is above it.
+        Called on the event loop, so it must not wait. The level drops blocks above this number.
         """
         del salt
         return inf
 
     def gauges(self) -> Mapping[str, int]:
-        """What a server says of itself, as last heard: for statistics, by their names."""
+        """Return the numbers that a server last reported of itself, by name, for statistics."""
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Settings as they are in effect, without secrets."""
+        """Return the settings in effect as text, without secrets."""
         return {}
 
 
@@ -85,87 +90,89 @@ class Tier(Medium, ABC):
       order of the batch.
     - The level holds a claim on every slot of a batch while the call lasts. When a call ends, by
       return, error or cancellation, the tier touches those slots no more.
-    - A miss is a False, a failure is a :class:`TierError`. No other exception leaves a tier.
-    - ``put`` stores ``Write.label()`` beside the bytes; ``get`` calls ``Read.came`` with both for
-      each block that it answers True. The level checks what the tier has not checked itself.
+    - A miss is a False, a failure is a :class:`TierError`. A tier raises no other exception.
+    - ``put`` stores ``Write.label()`` beside the bytes. ``get`` calls ``Read.came`` for each block
+      that it answers True. The level checks every block that the tier did not check itself.
     - Calls may overlap, except that ``put`` and ``remove`` of one key never do.
     """
 
     batch_max: int = 64
-    """The largest batch the tier wants to be given."""
+    """Largest batch that the level gives to the tier."""
     durable: bool = False
-    """Whether ``recover`` finds blocks again after the process has ended."""
+    """True if ``recover`` finds blocks again after the process has ended."""
     shared: bool = False
-    """Whether others put into and remove from it, so that the level's index is only a guess.
+    """True if others also put and remove blocks, so that the level's index is only a guess.
 
-    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on. It lets blocks
-    expire by itself. Nothing is removed from it but by a user, or to make room where it is full:
-    what is of no use is put again, to ``replace`` it.
+    A shared tier ignores places. The level calls ``contains`` to ask for the rest of a prefix. The
+    tier lets blocks expire by itself. The level removes blocks only for a user, or to make room
+    when the tier is full. It puts a useless block again, with ``Write.replace`` set.
     """
 
     async def open(self, context: TierContext) -> None:
-        """Get ready. Called before any other call, and again after a while if it failed.
+        """Get ready. Called before any other call but ``examine``; a failed call is tried again.
 
         Raises
         ------
         ConfigError
-            The settings are wrong, and would be tomorrow: says where, what and what instead. The
-            cache does not start.
+            The settings are wrong, and waiting does not help. The message says where, what was
+            found and what to write instead. At the start of a cache, the cache does not start.
         Unavailable
-            What they name cannot be used now, e.g. a full disk or a server that is down: says what
-            to do about it. The cache starts without the level, unless it is ``required``, and
-            opens it again later. Any other error counts as this one.
+            Something that the settings name cannot be used now, e.g. a full disk or a server that
+            is down. The message says what to do about it. The cache starts without the level,
+            unless it is ``required``, and opens it later. Any other error counts as this one.
         """
         self.context = context
 
     @abstractmethod
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
-        """Fill each view with its block and tell by ``came``; False where it is not there.
+        """Fill each view with its block and call ``came``; return whether each block was found.
 
-        What ``check`` refuses may be answered by either, and what is refused the level forgets,
-        with what is not there. None where that cannot be told now, e.g. because one of
-        several servers is silent: a miss of a block that may be there later.
+        The level forgets blocks that are not there, and blocks that ``check`` refuses: for these
+        the answer may be True or False. Answer None if the tier cannot tell now, e.g. because one
+        of several servers is silent: then it is a miss, and the level still knows the block.
         """
 
     @abstractmethod
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
-        """Store each block and its label under its key and place; False where it was not stored.
+        """Store each block and its label under its key and place; return whether each was stored.
 
-        What is answered True can be got from then on. A place that is put again holds its old
-        block no more.
+        From then on ``get`` finds the blocks that were answered True. A block that is put at a
+        place replaces the old block of that place.
 
         Raises
         ------
         TierFull
-            The medium is full: nothing of this batch is claimed to be stored. Only of ``put``: a
-            ``remove`` for which there is no room is tried again, and slower if it is a TierError.
+            The medium is full, and no block of this batch counts as stored. Only ``put`` raises
+            it. A ``remove`` that finds no room raises a TierError, and the level tries it again.
         """
 
     @abstractmethod
     async def remove(self, blocks: Sequence[Ref]) -> None:
-        """Forget these blocks; those that are not there are ignored."""
+        """Forget these blocks; ignore those that are not there."""
 
     @abstractmethod
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
-        """Whether each block could be got now; a hint, since others may be removing it."""
+        """Return whether ``get`` would find each block now; a hint, since others may remove it."""
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
-        """Remove the blocks of this namespace, or those of one salt in it, whoever put them.
+        """Remove all blocks of this namespace, or of one salt in it, regardless of who put them.
 
-        Only of shared tiers. Takes as long as it takes, in steps that let others have their turn.
-        ``salt`` is a ``Facts.salt``; None means all of them. Returns how many were removed.
+        Called only if ``shared`` is True. It may take long, but works in short steps, so that
+        other calls run in between. ``salt`` is a ``Facts.salt``; None means all salts. Returns the
+        number of removed blocks.
         """
         raise TierError("only a shared tier is purged", temporary=False)
 
     async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
-        """Yield batches of what an earlier process stored here under the same namespace.
+        """Yield batches of the blocks that an earlier process stored under the same namespace.
 
-        Each key and each place at most once, oldest first, each place below ``capacity_blocks``,
-        also what has expired meanwhile: the level has it removed. Called once after ``open``, and
-        again from the start if it failed. The default is right for tiers that are not ``durable``.
+        Yields the oldest block first, each key and each place at most once, and only places below
+        ``capacity_blocks``. Expired blocks are among them: the level removes these. Called once
+        after ``open``, and again from the start if it failed. The default suits tiers that are not
+        ``durable``.
         """
         return
         yield []  # pragma: no cover - makes this an async generator
 
     async def aclose(self) -> None:
-        """End every transfer, release every resource; may be called again."""
+        """End every transfer and release every resource; may be called again."""

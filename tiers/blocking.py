@@ -1,4 +1,4 @@
-"""What waits outside of an event loop: the machine's clocks, and threads for blocking calls."""
+"""The machine's clocks, and a pool of threads for blocking calls off the event loop."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ T = TypeVar("T")
 
 
 class SystemClock:
-    """The machine's clocks; the loop's time is the same monotonic clock."""
+    """The machine's clocks; the event loop's time is the same monotonic clock."""
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         return time.time()  # the one place that reads the wall clock
 
 
 class CallBatch(Generic[T]):
-    """Calls for threads; ``ended``, on their loop, is set when the last has ended."""
+    """A batch of calls for threads; ``ended`` is set, on the caller's loop, when all have ended."""
 
     def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.left = len(calls)
-        """How many have not ended; with the lock of the pool held, as the next two."""
+        """Number of calls that have not ended. The pool's lock guards this and the next two."""
         self.running = 0
         self.given_up = False
-        """Whether nobody waits for them: what has not begun does nothing."""
+        """True if no caller waits for the batch any more: calls not begun yet do nothing."""
         self._results: list[T | None] = [None] * len(calls)
         self._error: BaseException | None = None
         self.tasks = [partial(self._do, number, call) for number, call in enumerate(calls)]
@@ -54,9 +54,9 @@ class CallBatch(Generic[T]):
             self._error = self._error or error
 
     def tell(self) -> None:
-        """Set ``ended`` if all have. Nobody waits any more if the loop is closed."""
+        """Set ``ended`` if all calls have ended; any thread may call it."""
         if not self.left:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the loop is closed, so no task waits any more
                 self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
@@ -64,33 +64,33 @@ class CallBatch(Generic[T]):
             self.ended.set_result(None)
 
     def results(self) -> list[T]:
-        """What they returned, once all have ended; raises the first error."""
+        """Return the results of all calls, or raise the first error; only once all have ended."""
         if self._error is not None:
             raise self._error
         return cast("list[T]", self._results)
 
 
 class _Waiting(NamedTuple):
-    """A call that waits for a thread; the least begins first."""
+    """A call that waits for a thread; the smallest tuple begins first."""
 
     rank: int
     number: int
-    """In the order in which they came."""
+    """Position in the order of arrival."""
     batch: CallBatch[Any]
     task: Callable[[], object]
-    """Raises nothing."""
+    """The call, in a form that raises nothing."""
 
 
 _URGENT, _OTHER, _LAST = range(3)
-"""Ranks: what is urgent, what is not, and what begins when all else has ended."""
+"""Ranks: urgent calls, other calls, and the last call, which begins when all others have ended."""
 
 
 class BlockingPool:
-    """A few daemon threads for blocking calls, begun when they are needed.
+    """A few daemon threads for blocking calls, started when they are needed.
 
-    A call that hangs keeps neither the process alive nor, once it is given up, the others waiting:
-    another thread takes the place of its thread until it ends. Whoever calls bounds how many calls
-    are given up and have not ended.
+    A call that hangs does not keep the process alive. Once such a call is abandoned, another thread
+    replaces its thread until the call ends, so that other calls do not wait. The caller must limit
+    the number of abandoned calls.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -98,25 +98,30 @@ class BlockingPool:
         self._name = name
         self._wakeup = threading.Condition()
         self._waiting: list[_Waiting] = []
-        """A heap."""
+        """Calls that wait for a thread, as a heap."""
         self._number = count()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._running = 0
         self._stuck = 0
-        """Threads in calls that were given up."""
+        """Number of threads that are still in abandoned calls."""
         self._closed = False
 
     async def run(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run ``function(*args)`` in a thread, as ``run_all`` does."""
+        """Run ``function(*args)`` in a thread, as ``run_all`` does, and return its result."""
         (result,) = await self.run_all([partial(function, *args)])
         return result
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
-        """The calls' results, in order. ``urgent`` ones are begun before those that are not.
+        """Run the calls in threads and return their results, in order; ``urgent`` ones come first.
 
-        Ends when no call runs any more: if one raises, the rest still run, then the first error is
-        raised; when cancelled, what was not begun is left out. ClosedError after ``close``.
+        Returns when no call runs any more. If a call raises, the rest still run, then the first
+        error is raised. After a cancellation, the calls not begun yet are skipped.
+
+        Raises
+        ------
+        ClosedError
+            The pool was closed before.
         """
         if not calls:
             return []
@@ -126,21 +131,21 @@ class BlockingPool:
             await asyncio.shield(over)
         except asyncio.CancelledError:
             self._give_up(batch)
-            while not over.done():
+            while not over.done():  # calls that run may still write into slots
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait({over})
             raise
         return batch.results()
 
     def begin(self, batch: CallBatch[Any], *, urgent: bool) -> asyncio.Future[Any]:
-        """Hand over a batch; the future is done when it is."""
+        """Queue a batch; return a future that is done when all its calls have ended."""
         self.put(batch, batch.tasks, urgent=urgent)
         return batch.ended
 
     def put(
         self, batch: CallBatch[Any], tasks: Sequence[Callable[[], object]], *, urgent: bool
     ) -> None:
-        """Have threads call these tasks of a batch, none of which raises."""
+        """Queue these tasks of a batch for the threads. A task must not raise."""
         with self._wakeup:
             if self._closed:
                 raise ClosedError("the threads have ended")
@@ -153,7 +158,7 @@ class BlockingPool:
         self._staff()
 
     def _give_up(self, batch: CallBatch[Any]) -> None:
-        """Nobody waits for this any longer: it is not begun, or its threads are replaced."""
+        """Abandon a batch: skip its calls not begun yet, replace the threads of the others."""
         with self._wakeup:
             batch.given_up = True
             left_out = [one for one in self._waiting if one.batch is batch]
@@ -162,12 +167,12 @@ class BlockingPool:
             batch.left -= len(left_out)
             self._stuck += batch.running
             self._staff()
-        for one in left_out:  # they do nothing any more, but somebody may wait for their ends
+        for one in left_out:  # their calls are skipped, but aiofiles may wait for their futures
             one.task()
         batch.tell()
 
     def _staff(self) -> None:
-        """Begin threads if calls wait, none is free to take them, and there may be more."""
+        """Start threads if calls wait, no thread is idle, and the limit is not reached."""
         wanted = len(self._waiting) - self._idle
         for _ in range(min(wanted, self._max + self._stuck - len(self._threads))):
             thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -186,7 +191,7 @@ class BlockingPool:
             del one  # it may keep views of slots alive
 
     def _next(self) -> _Waiting | None:
-        """The next call of a thread; None if it is to end."""
+        """Wait for the next call of this thread and return it; None if the thread must end."""
         with self._wakeup:
             while len(self._threads) - self._stuck <= self._max:
                 if self._waiting and (self._waiting[0].rank < _LAST or not self._running):
@@ -204,9 +209,9 @@ class BlockingPool:
             return None
 
     async def aclose(self, last: Callable[[], object], *, timeout_s: float) -> bool:
-        """Let what was begun end, then run ``last``; called once.
+        """Accept no more calls, finish the pending ones, then run ``last``; called once.
 
-        False if that was not done after ``timeout_s`` and is left behind.
+        Returns whether ``last`` has ended within ``timeout_s``. Otherwise it is left behind.
         """
         batch = CallBatch([last])
         with self._wakeup:
@@ -217,7 +222,7 @@ class BlockingPool:
         return batch.ended.done()
 
     def close(self, *, timeout_s: float) -> None:
-        """End the threads; those that have not ended after so long are left behind."""
+        """End the threads; leave behind those that have not ended after ``timeout_s``."""
         end_s = time.monotonic() + timeout_s
         with self._wakeup:
             self._closed = True

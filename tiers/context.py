@@ -1,4 +1,4 @@
-"""What a tier is given when it is opened: the arena, the clocks, threads for blocking calls."""
+"""The objects that a tier gets at ``open``: the arena, clocks, threads for blocking calls."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from kvladder.layout import Layout
 
 
 class Blocking(Protocol):
-    """Runs a blocking function off the loop. Cancellation is deferred until the function ended."""
+    """Runs a blocking function in a thread; a cancellation waits until the function has ended."""
 
     def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
 
 
 class Progress(Protocol):
-    """Told now and then how far something is; both numbers may be estimates."""
+    """A callback for the progress of a long call; both numbers may be estimates."""
 
     def __call__(self, done: int, total: int, /) -> object: ...
 
 
 class Clock(Protocol):
-    """The two clocks: everything that depends on time asks one of them."""
+    """The two clocks; all code that depends on time asks one of them."""
 
     def now(self) -> float:
-        """Monotonic seconds: the loop's time."""
+        """Return monotonic seconds: the event loop's time."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the epoch, for what outlives the process."""
+        """Return seconds since the epoch, for times that outlive the process."""
         ...
 
 
 @dataclass(frozen=True)
 class TierContext:
-    """What a level gives its tier at ``open``; owned by the level."""
+    """The objects and limits that a level gives its tier at ``open``; the level owns them."""
 
     arena: Arena
     layout: Layout
@@ -46,11 +46,11 @@ class TierContext:
     clock: Clock
     run_blocking: Blocking
     say: Callable[[str], None] = lambda _text: None
-    """Tells who runs the engine what they should know; logged at most once a minute."""
+    """Logs a message for the operator of the engine, at most once a minute."""
     timeout_s: float | None = None
-    """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
+    """Seconds after which the level abandons a ``get`` or ``put``, with all its results so far."""
     required: bool = False
-    """Whether the cache is not to start without the tier: one that opens before it has reached
-    anything, and connects later, raises ``Unavailable`` instead."""
+    """True if the cache must not start without the tier. A tier that otherwise opens without a
+    connection and connects later raises ``Unavailable`` instead."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the namespace is a digest of, for people: see ``kvladder.tiers.fields.told``."""
+    """Fields from which the namespace is computed, for people: ``kvladder.tiers.fields.told``."""

@@ -1,6 +1,6 @@
-"""The fields that a namespace is a digest of, as text for people, and how two sets of them differ.
+"""The fields from which a namespace is computed, as text for people, and how two sets differ.
 
-They are kept beside stored blocks, so that a cache that finds nothing can say what has changed.
+They are stored beside the blocks, so that a cache that finds no blocks can say what has changed.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Final
 from kvladder.schema import is_list, is_mapping, is_secret, masked
 
 FIELDS_MAX: Final = 4096
-"""More fields than these are kept as one digest."""
+"""Most fields; if there are more, one digest stands for all of them."""
 BYTES_MAX: Final = 1 << 18
-"""Of names and values together; past it values are kept as digests."""
+"""Most bytes of names and values together; above this, digests stand for the values."""
 VALUE_MAX: Final = 120
-"""Characters of a value; a longer one is kept as a digest."""
+"""Most characters of a value; a digest stands for a longer one."""
 NAME_MAX: Final = 200
+"""Most characters of a name; a digest stands for a longer one."""
 DEPTH_MAX: Final = 8
-"""How deep values of JSON are taken apart."""
+"""Depth to which JSON values are split into fields of their own."""
 SHOWN_MAX: Final = 4
-"""Differences that ``changes`` names; it counts the others."""
+"""Number of differences that ``listed`` names; it counts the others."""
 ALIKE_MAX: Final = 12
-"""More changes than these make another model rather than one that was changed."""
+"""Most changes between versions of one model; more changes mean another model."""
 _DIGEST: Final = "digest "
 _HEX: Final = re.compile(r"[0-9a-f]{32,}")
 
 
 def told(fields: Mapping[str, str], *, salt: str = "") -> dict[str, str]:
-    """Return the fields of a namespace as leaves of their JSON, bounded and without secrets."""
+    """Return the fields of a namespace, split at their JSON leaves, bounded, without secrets."""
     found = {_name(name): _leaf(name, value) for name, value in _leaves(fields)} | _salted(salt)
     if _is_bounded(found):
         return found
@@ -42,7 +43,7 @@ def told(fields: Mapping[str, str], *, salt: str = "") -> dict[str, str]:
 
 
 def is_told(fields: object) -> bool:
-    """Check that it may be what ``told`` returned: a file may hold anything."""
+    """Return whether this can be a result of ``told``; needed because a file may hold anything."""
     if not is_mapping(fields):
         return False
     parts: Iterator[object] = (part for item in fields.items() for part in item)
@@ -50,7 +51,7 @@ def is_told(fields: object) -> bool:
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return what has changed from ``old`` to ``new``, a text each, the most telling first."""
+    """Return the changes from ``old`` to ``new``, one text each, the most informative first."""
     before, after = _values(old, new), _values(new, old)
     names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
 
@@ -67,13 +68,13 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def listed(changed: Sequence[str]) -> str:
-    """Return a few of ``changes`` as text, and how many more there are."""
+    """Return the first few of ``changes`` as text, with the number of the others."""
     left = len(changed) - SHOWN_MAX
     return ", ".join([*changed[:SHOWN_MAX], *([f"and {left} more"] if left > 0 else [])])
 
 
 def _values(fields: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """The fields, those as one that the other has a single value for: ``{factor: 2}``, null."""
+    """Return the fields; join those for which ``other`` has one value, e.g. ``{factor: 2}``."""
     found: dict[str, str] = {}
     inner: dict[str, list[str]] = {}
     for name, value in fields.items():
@@ -117,7 +118,7 @@ def _leaves(fields: Mapping[str, str]) -> Iterator[tuple[str, object]]:
 
 
 def _parts(name: str, value: object, depth: int) -> Iterator[tuple[str, object]]:
-    """A value of JSON as its leaves; ``[kind, {...}]`` is an object of a class."""
+    """Yield the leaves of a JSON value; ``[kind, {...}]`` stands for an object of a class."""
     if is_list(value) and len(value) == 2 and isinstance(value[0], str) and is_mapping(value[1]):
         yield name, value[0]
         value = value[1]
@@ -145,7 +146,7 @@ def _short(text: str) -> str:
 
 
 def _digest(text: object) -> str:
-    """Enough to see a change by."""
+    """Return a short digest, long enough to notice a change."""
     data = str(text).encode("utf-8", "surrogatepass")
     return _DIGEST + hashlib.blake2b(data, digest_size=4, person=b"kvladder fields").hexdigest()
 

@@ -1,11 +1,13 @@
-"""What a process keeps to itself when it forks: locks and listening sockets.
+"""Keeps locks and listening sockets from forked children.
 
-A lock that ``flock`` took belongs to an open file, which a forked child inherits with its
-descriptor: the lock would outlive its owner for as long as any such child lives. POSIX record locks
-are not inherited, but they exclude nobody within the process, and any ``close`` of the same file
-ends them. So descriptors that are ``owned`` are replaced in each child, right after the fork, by
-ones that stand for nothing: their numbers stay taken, and a copy of the owner that is closed there
-closes no file of somebody else. Programs that are executed inherit none of them in any case.
+A lock taken with ``flock`` belongs to an open file, and a forked child inherits that file with its
+descriptor. So the lock would stay taken as long as any such child lives. POSIX record locks are not
+inherited, but they exclude no other thread of the process, and any ``close`` of the same file
+releases them.
+
+So right after a fork, the child replaces each owned descriptor by one of ``/dev/null``. The number
+stays taken: when the child's copy of the owner closes it, no unrelated file is closed. Executed
+programs never inherit owned descriptors.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from contextlib import contextmanager, suppress
 
 _owned: set[int] = set()
 _closing = threading.Lock()
-"""Held while an owned descriptor is closed, and while the process forks."""
+"""Lock that is held while an owned descriptor is closed, and while the process forks."""
 
 
 def own(fd: int) -> None:
-    """Keep a descriptor from children that are forked from now on; it is closed in ``ending``.
+    """Keep a descriptor from all children forked from now on; close it within ``ending``.
 
-    To be called before the lock is taken, so that no child is forked in between.
+    Call it before taking a lock on the descriptor, so that no child is forked in between.
     """
     _owned.add(fd)
 
@@ -46,13 +48,13 @@ def close(fd: int) -> None:
 
 
 def _begin_anew() -> None:
-    """Replace in a child what belongs to its parent."""
+    """Replace, in a child, the descriptors that its parent owns."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in _owned:
             os.dup2(nothing, fd, inheritable=False)
         os.close(nothing)
-    except OSError:  # no descriptor is left for that
+    except OSError:  # the process has no free descriptor for /dev/null
         for fd in _owned:
             with suppress(OSError):
                 os.close(fd)

@@ -1,21 +1,21 @@
-"""A block's label: what lies beside its bytes in every tier, made and checked by the ladder.
+"""The label that every tier stores beside a block's bytes; the ladder makes and checks it.
 
-A label is ``LABEL_BYTES`` long, little endian, and its own last 8 bytes are the xxh3-64 of all
+A label has ``LABEL_BYTES`` bytes, little endian. Its last 8 bytes are the xxh3-64 of all bytes
 before them::
 
     head    128  magic, version, whether there is a checksum, length of the codecs' steps, length
                  of the stored bytes, key, namespace, facts, xxh3-128 of the stored bytes (zeros
                  without a checksum)
-    steps   402  what each codec did, as ``CodecStep`` says, in the order in which they were applied
+    steps   402  what each codec did, one ``CodecStep`` after the other, in the order of encoding
     zeros    38
     check     8
 
-The length is fixed so that one call reads a label together with bytes of unknown length. The head
-needs neither keys nor codecs: ``told`` reads it for purges, quotas and all who look after a medium.
+The length is fixed so that one call reads a label together with bytes of unknown length. Reading
+the head needs neither encryption keys nor codecs: purges, quotas and tools read it with ``told``.
 """
 
 # pyright: reportPrivateUsage=false
-# An author of a tier is given reads and writes: what the level asks of them they do not show.
+# Authors of tiers use reads and writes, so these hide the members that only the level needs.
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"kvlabel\0"
 VERSION = 1
-"""Of the format. Tiers that others share have it in the names of what they store."""
+"""Version of the format. Shared tiers put it into the names of the objects that they store."""
 LABEL_BYTES = 576
 TAG_BYTES = 16
-"""Of a checksum, xxh3-128."""
+"""Size of a checksum, xxh3-128."""
 PARAMS_BYTES = 64
-"""The most that a codec may have stored beside a block."""
+"""Most bytes of parameters that one codec may store beside a block."""
 STEPS_MAX = 6
-"""Codecs that may have worked on one block."""
+"""Most codecs that may encode one block."""
 
 _ROOM_BYTES = 440
-"""For steps, and zeros after them."""
+"""Size of the steps and of the zeros after them."""
 _BODY = Struct(f"<8sHBxHxxQ32s32sBBB5xd{SALT_BYTES}s{TAG_BYTES}s{_ROOM_BYTES}s")
 _ENDS = 10
-"""Which of its fields says when the block expires."""
+"""Index of the field of ``_BODY`` that says when the block expires."""
 _STEP = Struct("<HB")
 _CHECK = Struct("<Q")
 _NO_SALT = bytes(SALT_BYTES)
@@ -59,27 +59,27 @@ assert _BODY.size + _CHECK.size == LABEL_BYTES
 
 
 class Facts(NamedTuple):
-    """What a tier may act on; a durable one stores it and gives it back from ``recover``."""
+    """Facts that a tier may act on; a durable tier stores and ``recover`` returns them."""
 
     priority: int = PRIORITY_DEFAULT
     floor: int = PRIORITY_DEFAULT
     expires_wall_s: float | None = None
-    """Seconds since the epoch at which the block is to be forgotten, or None."""
+    """Seconds since the epoch at which the block expires, or None."""
     salt: bytes = b""
-    """Digest of the cache salt of the request that it was made for, 8 bytes; empty without one."""
+    """Digest of the request's cache salt, 8 bytes; empty if the request had no salt."""
     terms: int = 0
-    """Three bits, 0 to 7, whatever they mean."""
+    """Three bits, 0 to 7; their meaning is the ladder's own."""
 
 
 NO_FACTS = Facts()
 
 
 class Ref(NamedTuple):
-    """A block that a level has in its tier.
+    """The key and the place of a block that a level has in its tier.
 
-    ``place`` is the level's number for it: ``0 <= place < capacity_blocks``, and no two blocks that
-    the level holds, writes or reads have the same. A tier with fixed places uses it as an address,
-    any other ignores it.
+    ``place`` is the level's number for the block, ``0 <= place < capacity_blocks``. No two blocks
+    that the level holds, writes or reads have the same place. A tier with fixed places uses it as
+    an address. Other tiers ignore it.
     """
 
     key: BlockKey
@@ -87,7 +87,7 @@ class Ref(NamedTuple):
 
 
 class RecoveredBlock(NamedTuple):
-    """A block that a durable tier found again."""
+    """A block that a durable tier found again at the start."""
 
     key: BlockKey
     place: int
@@ -95,32 +95,32 @@ class RecoveredBlock(NamedTuple):
 
 
 class Outcome(IntEnum):
-    """What reading one block came to."""
+    """The result of checking one block that was read."""
 
     GOOD = 0
     STALE = 1
-    """Something else is stored there: another block, or one without what is demanded."""
+    """Something else is stored there: another block, or one without the checksum required here."""
     CORRUPT = 2
-    """What is stored there is damaged."""
+    """The stored block is damaged."""
     UNREADABLE = 3
-    """It is encoded with a codec or a key that is not here, or not as is demanded."""
+    """A codec or an encryption key is missing here, or the block lacks a required encryption."""
     EXPIRED = 4
-    """Its time was over, and its tier had not let it expire."""
+    """The block has expired, but its tier still delivered it."""
 
 
 class LabelFields(NamedTuple):
-    """What anybody can read in a label that is whole."""
+    """The fields of an undamaged label that can be read without encryption key and codec."""
 
     key: BlockKey
     namespace: Namespace
     length: int
-    """Bytes that are stored beside the label."""
+    """Number of bytes stored beside the label."""
     facts: Facts
     checksum: bytes
-    """xxh3-128 of these bytes; empty without one."""
+    """xxh3-128 of these bytes; empty if the block has no checksum."""
 
     def is_of(self, pieces: Iterable[Buffer]) -> bool:
-        """Whether these are the bytes, in pieces; not known without a checksum."""
+        """Return whether these pieces together are the stored bytes; False without a checksum."""
         state = xxh3_128()
         for piece in pieces:
             state.update(piece)
@@ -128,26 +128,29 @@ class LabelFields(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What codecs did to a block."""
+    """The form in which a block is stored: its length, and the steps of its codecs."""
 
     length: int
-    """Bytes that are stored."""
+    """Number of stored bytes."""
     steps: bytes = b""
-    """The steps, packed; ``steps_of`` reads them."""
+    """The codecs' steps, packed; ``steps_of`` unpacks them."""
 
 
 class CodecStep(NamedTuple):
-    """What one codec did to a block: packed, its id (2 bytes), the parameters' length (1), they."""
+    """The step of one codec. Packed: id (2 bytes), length of the parameters (1), parameters."""
 
     codec: int
     params: bytes
-    """What it had stored beside the block."""
+    """Parameters that the codec stored beside the block."""
     before: bytes
-    """The steps before it, packed: an encryption binds them."""
+    """Earlier steps, packed. Encryption authenticates them."""
 
 
 def told(label: Buffer) -> LabelFields | None:
-    """What a label says, without key or codec; None if it is damaged or of another version."""
+    """Return the fields of a label, or None if it is damaged or of another version.
+
+    Needs no encryption key and no codec.
+    """
     fields = _fields(label)
     if fields is None:
         return None
@@ -165,7 +168,7 @@ def told(label: Buffer) -> LabelFields | None:
 
 
 def _fields(label: Buffer) -> tuple[Any, ...] | None:
-    """The head's, and steps with zeros; None if the label is damaged or of another version."""
+    """Return the fields of ``_BODY``; None if the label is damaged or of another version."""
     if len(label) != LABEL_BYTES:
         return None
     (check,) = _CHECK.unpack_from(label, _BODY.size)
@@ -178,12 +181,12 @@ def _fields(label: Buffer) -> tuple[Any, ...] | None:
 
 
 def packed_step(codec: int, params: bytes) -> bytes:
-    """One more step, to append to the packed ones before it."""
+    """Return one packed step, to append to the packed steps before it."""
     return _STEP.pack(codec, len(params)) + params
 
 
 def steps_of(coding: Coding) -> list[CodecStep] | None:
-    """The steps in the order in which they were applied; None if there cannot be such."""
+    """Return the steps in the order of encoding; None if the packed bytes are not valid."""
     packed, steps, at = coding.steps, list[CodecStep](), 0
     while at < len(packed):
         if at + _STEP.size > len(packed) or len(steps) == STEPS_MAX:
@@ -200,14 +203,14 @@ class Labels:
     Parameters
     ----------
     namespace:
-        Whatever stands for the model, its weights and the layout: no other blocks are read.
+        Digest of the model, its weights and the layout. Blocks of other namespaces are refused.
     block_bytes:
-        Length of a whole block.
+        Length of a whole block before encoding.
     verify:
-        Whether stored bytes get a checksum and are compared with it; else all are read unchecked.
+        True if stored bytes get a checksum and reads compare it; else reads skip the comparison.
     wall:
-        Tells the wall time, and so which blocks have expired. None where the level knows that
-        better: a shared tier's blocks expire when their labels say so.
+        Returns the wall time, to refuse blocks that have expired by their labels. Only for shared
+        tiers. None for other tiers: there the level itself knows when blocks expire.
     """
 
     def __init__(
@@ -231,7 +234,7 @@ class Labels:
         facts: Facts = NO_FACTS,
         coding: Coding | None = None,
     ) -> bytes:
-        """The label of bytes that are to be stored. Reads all of them, without the GIL."""
+        """Return the label of bytes to be stored. Reads all the bytes, without the GIL."""
         coding, (priority, floor, expires_wall_s, salt, terms) = coding or self.whole, facts
         body = _BODY.pack(
             MAGIC,
@@ -254,9 +257,10 @@ class Labels:
     def check(
         self, wanted: BlockKey, label: Buffer, stored: memoryview
     ) -> tuple[Outcome, Coding | None]:
-        """Whether a label and the bytes beside it are this block, still encoded, and how.
+        """Check that a label and the bytes beside it, still encoded, are the wanted block.
 
-        ``stored`` may be longer than what the label describes, never shorter.
+        ``stored`` may be longer than the length in the label. If it is shorter, the block is
+        corrupt. Returns the outcome and, if it is GOOD, how the block is encoded.
         """
         if (fields := _fields(label)) is None:
             return Outcome.CORRUPT, None
@@ -268,7 +272,7 @@ class Labels:
         if not 0 < length <= self.block_bytes or length > len(stored):
             return Outcome.CORRUPT, None
         if length < self.block_bytes and not steps_bytes:
-            return Outcome.CORRUPT, None  # only codecs make less of a block
+            return Outcome.CORRUPT, None  # only codecs make a block shorter
         if self.verify and not checked:
             return Outcome.STALE, None
         if self.verify and xxh3_128_digest(stored[:length]) != fields[-2]:
@@ -279,15 +283,15 @@ class Labels:
 
 
 class Write:
-    """A block that is to be stored: the first ``length`` bytes of ``view``, and ``label()``.
+    """A block to store: the first ``length`` bytes of ``view``, and ``label()`` beside them.
 
-    The level owns the slot, and claims it while the call lasts.
+    The level owns the slot and holds a claim on it during the call.
     """
 
     view: memoryview
-    """The whole slot, aligned to pages; not to be written."""
+    """The whole slot, aligned to pages. Do not write into it."""
     kind = ""
-    """For codecs: what its layers keep, of ``Layout.kinds``; empty if unknown, or all alike."""
+    """Kind of the block's layers, of ``Layout.kinds``, for codecs; empty if unknown or unneeded."""
     _label = b""
     _coding: Coding | None = None
 
@@ -306,17 +310,18 @@ class Write:
         self.slot = slot
         self.view = view
         self.length = labels.block_bytes if coding is None else coding.length
-        """How many bytes at the beginning of ``view`` to store: codecs make fewer of a block."""
+        """Number of bytes to store from the beginning of ``view``; fewer if a codec shrank it."""
         self.facts = facts
         self.replace = replace
-        """Whether what a shared tier has under the key is of no use, and to be replaced."""
+        """True if a shared tier has a useless block under this key and must replace it."""
         self._coding = coding
         self._labels = labels
 
     def label(self) -> bytes:
-        """``LABEL_BYTES`` to store beside the bytes, all of which it reads, without the GIL.
+        """Return the label to store beside the bytes; it has ``LABEL_BYTES`` bytes.
 
-        Any thread may call it; an event loop should not, for blocks that are large.
+        The first call reads all bytes of the block, without the GIL. Any thread may call it. For
+        large blocks, call it in a thread, not on the event loop.
         """
         if not self._label:
             stored = self.view[: self.length]
@@ -325,13 +330,13 @@ class Write:
 
 
 class Read:
-    """A block that is wanted: its bytes go to the beginning of ``view``, then ``came`` is called.
+    """A block to read: write its bytes to the beginning of ``view``, then call ``came``.
 
-    The level owns the slot, and claims it while the call lasts.
+    The level owns the slot and holds a claim on it during the call.
     """
 
     view: memoryview
-    """The whole slot, aligned to pages: as many bytes as a block has, or a few more."""
+    """The whole slot, aligned to pages: as long as a block, or a few bytes longer."""
     _label = b""
     _length = 0
     _outcome: Outcome | None = None
@@ -344,40 +349,41 @@ class Read:
         self._labels = labels
 
     def came(self, label: Buffer, length: int) -> None:
-        """So many bytes are in ``view``, and this lay beside them. For each block that was found.
+        """Report that ``view`` holds ``length`` bytes and that ``label`` was stored beside them.
 
-        ``length`` may be more than was stored where a tier reads whole pages. Checks nothing. If
-        it is called again, the last time counts: with ``b""`` nothing came after all.
+        Call it for each block that was found. It checks nothing. A tier that reads whole pages may
+        report a greater length than was stored. After several calls the last one counts. A call
+        with the label ``b""`` reports that nothing was read after all.
         """
         self._label, self._length = bytes(label), length
         self._outcome = self._coding = None
 
     def check(self) -> bool:
-        """Whether it is the block, whole: label, namespace, key, length and checksum.
+        """Return whether ``view`` holds the wanted block: label, namespace, key, length, checksum.
 
-        For tiers with threads of their own, while the bytes are in a cache; any thread may call
-        it, and the GIL is free for most of it. Of what was not checked when ``get`` returns, the
-        level sees to it. It never decodes.
+        A tier with threads calls it right after reading, while the CPU's caches still have the
+        bytes. Any thread may call it, and most of it runs without the GIL. The level checks what
+        is unchecked when ``get`` returns. It never decodes.
         """
         if self._outcome is None:
             if 0 <= self._length <= len(self.view):
                 stored = self.view[: self._length]
                 self._outcome, self._coding = self._labels.check(self.key, self._label, stored)
-            else:  # they cannot be there
+            else:  # ``view`` cannot hold so many bytes
                 self._outcome = Outcome.CORRUPT
         return self._outcome is Outcome.GOOD
 
 
 class SlotAccess(NamedTuple):
-    """What all reads and writes of a level have in common."""
+    """The objects that all reads and writes of a level share."""
 
     labels: Labels
     view: Callable[[Slot], memoryview]
-    """Of a slot."""
+    """Function that returns the memory of a slot."""
 
 
 class LevelWrite(Write):
-    """A write as its level makes it: many, in little time."""
+    """A write as its level makes it, with a faster constructor: a level makes many."""
 
     def __init__(
         self,
@@ -401,7 +407,7 @@ class LevelWrite(Write):
 
 
 class LevelRead(Read):
-    """A read as its level makes and sees it."""
+    """A read as its level makes it, and with the verdict that only the level reads."""
 
     def __init__(self, side: SlotAccess, key: BlockKey, place: int, slot: Slot) -> None:
         self._labels, view = side
@@ -412,12 +418,12 @@ class LevelRead(Read):
 
     @property
     def verdict(self) -> tuple[Outcome | None, Coding | None]:
-        """What ``check`` found, None before it; and how the block is encoded, if that was good."""
+        """Outcome of ``check``, None before it; and how the block is encoded if that is GOOD."""
         return self._outcome, self._coding
 
 
 def all_plain(reads: Sequence[LevelRead], labels: Labels) -> bool:
-    """Whether all were checked, and are as they were before any codec; in C."""
+    """Return whether all reads were checked and good, and stored without codecs. Runs in C."""
     return all(map(is_, map(_CODING, reads), repeat(labels.whole)))
 
 
@@ -425,7 +431,7 @@ _CODING = attrgetter("_coding")
 
 
 class ReadResult(NamedTuple):
-    """What ``Read.came`` was told, and what came of ``Read.check``: for another process."""
+    """The arguments of ``Read.came`` and the result of ``Read.check``, to send to a process."""
 
     label: bytes
     length: int
@@ -434,14 +440,14 @@ class ReadResult(NamedTuple):
 
 
 def arrival(read: Read) -> ReadResult | None:
-    """What came for a block; None if nothing did."""
+    """Return what was read for a block; None if ``came`` reported nothing."""
     if not read._label:
         return None
     return ReadResult(read._label, read._length, read._outcome, read._coding)
 
 
 def arrived(read: Read, found: ReadResult) -> None:
-    """The same came for it in another process, and was checked there, if it was checked."""
+    """Record what another process read into this slot, and its check if it made one."""
     read.came(found.label, found.length)
     whole = read._labels.whole
     read._outcome = found.outcome
@@ -449,10 +455,10 @@ def arrived(read: Read, found: ReadResult) -> None:
 
 
 def to_write(block: Write) -> tuple[bool, Coding | None]:
-    """Whether it gets a checksum, and what codecs did to it."""
+    """Return whether the block gets a checksum, and how codecs encoded it (None: not at all)."""
     return block._labels.verify, block._coding
 
 
 def is_verified(block: Read) -> bool:
-    """Whether its checksum is compared."""
+    """Return whether the block's checksum is compared."""
     return block._labels.verify

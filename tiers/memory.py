@@ -1,4 +1,4 @@
-"""The reference tier: a dict of bytes. As short as a tier can be, and right."""
+"""The reference tier: a dict of bytes, as short as a correct tier can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a block's bytes at a level's edge: steps, their chain, and the shipped ones."""
+"""Codecs, which change a block's bytes between a level and its tier."""
 
 from kvladder.tiers.codecs.base import Codec as Codec
 from kvladder.tiers.codecs.base import Stage as Stage

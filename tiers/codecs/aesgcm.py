@@ -1,4 +1,4 @@
-"""Encryption at rest: AES-256-GCM, a key of its own for every cache salt."""
+"""Encryption at rest: AES-256-GCM, with a separate key for each cache salt."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ KEY_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
 KEYS_MAX = 1024
-"""Derived keys that are kept; any other is derived again."""
+"""Most derived keys kept in memory; others are derived again."""
 SALT_BYTES_MAX = 16
 EPOCH_BYTES = 12
 BLOCKS_MAX = 1 << 32
-"""How many blocks one key encrypts: what NIST SP 800-38D, 8.3 allows with random nonces."""
+"""Most blocks that one key encrypts: the limit of NIST SP 800-38D, 8.3 for random nonces."""
 
 _PARAMS = Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s{EPOCH_BYTES}s")
 _AES_BYTES = 16
 
 
 class AesGcmOptions(Settings, frozen=True, kw_only=True):
-    """What a configuration says about encryption."""
+    """Options of the encryption codec."""
 
     variable: str = "KVLADDER_KEY"
-    """The environment variable with the master key: 32 bytes or more, in hexadecimal or base64."""
+    """Environment variable with the master key: 32 bytes or more, in hexadecimal or base64."""
 
 
 class _Writer(NamedTuple):
-    """A key that this process alone encrypts with."""
+    """A key with which only this process encrypts."""
 
     epoch: bytes
     key: bytes
     used: Iterator[int]
-    """How many blocks it has encrypted; counted by any thread."""
+    """Counter of encrypted blocks; any thread may advance it."""
 
 
 class AesGcmCodec(Codec):
-    """Encrypts a block and authenticates it with its key, its namespace and the steps before.
+    """Encrypts a block, and authenticates it with block key, namespace, salt and earlier steps.
 
-    The key is derived by HKDF-SHA256 (RFC 5869) from the master key, the namespace, an epoch and
-    ``Subject.salt``. The epoch is random and of this process alone, so that the blocks of a key
-    can be counted: after ``BLOCKS_MAX`` another epoch begins. Nonces are random, 96 bits. Beside
-    a block stand an id of the master key, the nonce, the tag, the epoch and the salt's digest: a
-    reader with another master key takes the block for a miss.
+    The encryption key is derived by HKDF-SHA256 (RFC 5869) from the master key, the namespace, an
+    epoch and ``Subject.salt``. The epoch is random and belongs to this process, so the process can
+    count the blocks of a key: after ``BLOCKS_MAX`` another epoch begins. Nonces are random, 96
+    bits. An id of the master key, the nonce, the tag, the epoch and the salt's digest are stored
+    beside the block. For a reader with another master key the block is a miss.
     """
 
     name = "aes-gcm"
@@ -84,22 +84,22 @@ class AesGcmCodec(Codec):
         return layout
 
     def _writer(self, salt: bytes) -> _Writer:
-        """With what to encrypt one more block of this salt; any thread may ask."""
+        """Return the key to encrypt one more block of this salt; any thread may call it."""
         writer = self._writers.get(salt)
         if writer is None or next(writer.used) >= BLOCKS_MAX:
             if len(self._writers) >= KEYS_MAX:
-                self._writers.clear()  # those that come back get another epoch
+                self._writers.clear()  # a salt that comes back gets another epoch
             epoch = os.urandom(EPOCH_BYTES)
             writer = self._writers[salt] = _Writer(epoch, self._key(salt, epoch), count(1))
         return writer
 
     def _read(self) -> bytes:
-        """The master key.
+        """Return the master key.
 
         Raises
         ------
         ConfigError
-            There is none, or it is not one; the message does not show it.
+            The variable is not set or holds no key. The message does not show its value.
         """
         variable = self.options.variable
         text = os.environ.get(variable, "").strip()
@@ -111,7 +111,7 @@ class AesGcmCodec(Codec):
                 master = bytes.fromhex(text)
             else:
                 master = base64.b64decode(text, validate=True)
-        except ValueError:  # characters that base64 does not have, or too few
+        except ValueError:  # no valid base64
             master = b""
         if len(master) < KEY_BYTES:
             raise ConfigError(f"{variable} does not hold a key", path="aes-gcm.variable", hint=hint)
@@ -154,15 +154,16 @@ class AesGcmCodec(Codec):
         return target[: len(data)]
 
     def _bound(self, subject: Subject, salt: bytes) -> bytes:
-        """What is authenticated beside the block; all of a fixed length but the end."""
+        """Return the data authenticated with the block; only its last part varies in length."""
         salt = bytes([len(salt)]) + salt.ljust(SALT_BYTES_MAX, b"\0")
         return self._namespace + subject.key + salt + subject.steps
 
 
 def _update(context: AEADCipherContext, data: memoryview, target: memoryview) -> None:
-    """Turn ``data`` into ``target``: without the GIL, which the calls for whole messages keep.
+    """Encrypt or decrypt ``data`` into ``target`` without the GIL, unlike one-shot AEAD calls.
 
-    Older versions want room for one more AES block than they fill: the end goes another way.
+    Older versions of the library want room for one AES block more than they fill. So the end goes
+    through ``update``, which allocates its own result.
     """
     whole = max(0, len(data) - _AES_BYTES) // _AES_BYTES * _AES_BYTES
     if whole:

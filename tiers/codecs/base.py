@@ -1,4 +1,4 @@
-"""Codecs: what happens to a block's bytes at the edge of a level."""
+"""The interface of codecs, which change a block's bytes between a level and its tier."""
 
 from __future__ import annotations
 
@@ -11,64 +11,65 @@ from kvladder.layout import Layout
 from kvladder.tiers.label import PARAMS_BYTES as PARAMS_BYTES
 
 FOREIGN_ID_MIN = 256
-"""Ids of codecs that do not come with kvladder: from here to 65535."""
+"""Smallest id of codecs that are not part of kvladder; their ids go up to 65535."""
 
 
 class Stage(IntEnum):
-    """Where in a chain a codec belongs; a chain goes up only."""
+    """The position of a codec in a chain; along a chain the stage never goes down."""
 
     REDUCE = 0
-    """Makes less of the numbers: it has to see them as the engine wrote them."""
+    """Lowers the precision of numbers; needs them as the engine wrote them."""
     COMPRESS = 1
-    """Makes fewer bytes of them, without loss."""
+    """Makes fewer bytes, without loss."""
     ENCRYPT = 2
-    """What comes out looks random: nothing shrinks any more."""
+    """Makes bytes that look random, so that no later codec can shrink them."""
     CHECK = 3
-    """Covers the bytes that cross the edge."""
+    """Covers the bytes that the tier stores."""
 
 
 class Subject(NamedTuple):
-    """The block that a codec works on, for what it binds or derives."""
+    """Facts about the block that a codec works on, e.g. to authenticate them or to derive a key."""
 
     key: BlockKey
     salt: bytes = b""
-    """``Facts.salt``, which is known when a block is encoded and not when it is decoded."""
+    """``Facts.salt``. Known to ``encode``, empty in ``decode``."""
     steps: bytes = b""
-    """What the codecs before this one did: id, length and parameters of each, as stored."""
+    """Steps of the codecs before this one: id, length and parameters of each, as stored."""
     kind: str = ""
-    """Of ``Layout.kinds``; known when a block is encoded, if at all, and not when it is decoded."""
+    """Kind of the block's layers, of ``Layout.kinds``. Empty in ``decode``, or if unknown."""
 
 
 class Codec(ABC):
-    """Turns the bytes of a block into what crosses the edge of a level, and back.
+    """Encodes a block's bytes before its tier stores them, and decodes them after reading.
 
-    Any thread may call it, several at once. ``id`` is written beside every block and never changes
-    its meaning: ids below ``FOREIGN_ID_MIN`` are kvladder's. ``name`` is what a configuration says.
-    A codec without ``Options`` is made without arguments, any other with one; all options have
-    defaults with which ``decode`` works, so that a reader needs no configuration.
+    Several threads may call it at once. ``id`` is stored beside every block, so its meaning never
+    changes; ids below ``FOREIGN_ID_MIN`` are kvladder's. ``name`` is its name in a configuration.
+
+    A codec without ``Options`` is constructed without arguments, any other with its options. All
+    options have defaults, and ``decode`` works with these, so that a reader needs no configuration.
     """
 
     name: ClassVar[str]
     id: ClassVar[int]
     stage: ClassVar[Stage] = Stage.COMPRESS
     lossy: ClassVar[bool] = False
-    """Whether ``decode`` gives back less than ``encode`` took."""
+    """True if ``decode`` does not return exactly the numbers that ``encode`` got."""
     checks: ClassVar[bool] = False
-    """Whether ``decode`` finds any change of the stored bytes and of what they belong to."""
+    """True if every change of the stored bytes, or of the key they belong to, is detected."""
     Options: ClassVar[Any] = None
-    """A frozen ``msgspec.Struct``, or None."""
+    """Type of the options, a frozen ``msgspec.Struct``, or None."""
     allowed: frozenset[str] | None = None
-    """Set from outside: the kinds of layers whose blocks it encodes; None for all blocks."""
+    """Kinds of layers with blocks that it may encode; None for all blocks. Set from outside."""
 
     def open(self, layout: Layout, namespace: bytes) -> Layout:
-        """Get ready for blocks of this layout and namespace: called once, before all else.
+        """Get ready for blocks of this layout and namespace; called once, before any other call.
 
-        Returns the layout as the next codec finds it: other than it was if elements change.
+        Returns the layout for the next codec, which differs if this codec changes the elements.
 
         Raises
         ------
         ConfigError
-            It cannot work on such blocks, or lacks what it needs.
+            The codec cannot encode such blocks, or something that it needs is missing.
         """
         del namespace
         return layout
@@ -77,14 +78,15 @@ class Codec(ABC):
     def encode(
         self, data: memoryview, target: memoryview, subject: Subject
     ) -> tuple[memoryview, bytes] | None:
-        """What to go on with instead of ``data``, and at most ``PARAMS_BYTES`` to store beside it.
+        """Encode ``data``; return the encoded bytes, and parameters to store beside the block.
 
-        Either the beginning of ``target``, which is as long as ``data`` and does not overlap it,
-        or ``data`` itself, which is not written. None leaves this block out.
+        The encoded bytes are the beginning of ``target``, or ``data`` itself, which must stay
+        unchanged. ``target`` is as long as ``data`` and does not overlap it. There are at most
+        ``PARAMS_BYTES`` of parameters. Return None to skip this codec for this block.
         """
 
     def reads(self, params: bytes) -> bool:
-        """Whether it has what it takes to decode what was stored with these parameters: a key."""
+        """Return whether it can decode bytes stored with these parameters, e.g. has their key."""
         del params
         return True
 
@@ -92,17 +94,18 @@ class Codec(ABC):
     def decode(
         self, data: memoryview, params: bytes, target: memoryview, subject: Subject
     ) -> memoryview | None:
-        """What ``encode`` was given: the beginning of ``target``, or ``data`` itself.
+        """Decode ``data``; return the bytes that ``encode`` got.
 
-        None if ``data`` and ``params`` cannot have come from ``encode``. ``target`` has the length
-        of a whole block and does not overlap ``data``.
+        They are the beginning of ``target``, or ``data`` itself. ``target`` is as long as a whole
+        block and does not overlap ``data``. Return None if ``data`` and ``params`` cannot be a
+        result of ``encode``.
         """
 
 
 class ChecksumCodec(Codec):
-    """A word of the configuration: labels have a checksum of what crosses the edge, and it counts.
+    """The name ``checksum`` of the configuration: the level stores and compares checksums.
 
-    In a chain it does nothing.
+    The checksum is in the label and covers the stored bytes. In a chain this codec does nothing.
     """
 
     name = "checksum"

@@ -1,4 +1,4 @@
-"""A chain of codecs applied to one block, and what its label tells of how to undo it."""
+"""A chain of codecs for one block, and decoding by the steps that its label names."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvladder.tiers.codecs.base import Codec, Stage, Subject
 from kvladder.tiers.label import PARAMS_BYTES, Coding, Outcome, packed_step, steps_of
 
 _ELSEWHERE, _THERE = -1, 2
-"""Where bytes are that are not in a spare buffer, 0 or 1: where they came from, where they go."""
+"""Where bytes lie if not in spare buffer 0 or 1: in the source, in the target."""
 
 Find = Callable[[int], Codec | None]
-"""The codec of this id, opened; None if there is none here that can be used."""
+"""A function that returns the opened codec of an id, or None if none can be used here."""
 
 
 class Chain:
-    """Encodes with given codecs; decodes whatever the label of a block names.
+    """Encodes blocks with its codecs; decodes blocks with the codecs that their labels name.
 
     All methods block and may run in several threads at once.
 
     Parameters
     ----------
     codecs:
-        What is applied to blocks that are stored, in this order; already opened.
+        Opened codecs that encode blocks, in this order.
     find:
-        Where codecs are found that only a label names.
+        Finds the codecs that a label names and this chain lacks.
     """
 
     def __init__(self, codecs: Sequence[Codec], *, layout: Layout, find: Find) -> None:
@@ -37,16 +37,16 @@ class Chain:
         self._find = find
         self._size = layout.block_bytes
         self.secret = any(codec.stage == Stage.ENCRYPT for codec in codecs)
-        """Whether blocks are refused that nothing has encrypted."""
+        """True if this chain encrypts; then it refuses blocks that are not encrypted."""
         self._local = threading.local()
 
     def encode(
         self, subject: Subject, data: memoryview, target: memoryview
     ) -> tuple[memoryview, Coding]:
-        """The bytes to store, and what was done to them.
+        """Encode ``data``; return the bytes to store, and how they are encoded.
 
-        The bytes are ``data`` itself or the beginning of ``target``, into which only the last
-        codec's output is written: nothing that it has encrypted is left there.
+        The bytes are ``data`` itself or the beginning of ``target``. No intermediate result is
+        written into ``target``, so no bytes from before an encryption are left there.
         """
         steps, last = b"", len(self.codecs) - 1
         source, held = data, _ELSEWHERE
@@ -68,12 +68,12 @@ class Chain:
         return source, Coding(len(source), steps)
 
     def decode(self, key: BlockKey, coding: Coding, slot: memoryview) -> Outcome:
-        """Undo in ``slot`` what was done to the bytes that lie there.
+        """Decode the bytes in ``slot``, in place.
 
-        UNREADABLE if that needs a codec or a key that is not here, or if a block is not encrypted
-        where they are.
+        Returns UNREADABLE if a codec or an encryption key is missing here, or if this chain
+        encrypts and the block is not encrypted. Returns CORRUPT if the result is no whole block.
         """
-        if not coding.steps:  # stored as it is
+        if not coding.steps:  # stored without codecs
             return Outcome.UNREADABLE if self.secret else Outcome.GOOD
         steps = steps_of(coding)
         if steps is None:
@@ -85,7 +85,7 @@ class Chain:
                 return Outcome.UNREADABLE
             known.append(codec)
         if any(after.stage < before.stage for before, after in pairwise(known)):
-            return Outcome.CORRUPT  # no chain does: what is encrypted is not packed after that
+            return Outcome.CORRUPT  # no chain has this order, e.g. compression after encryption
         if self.secret and not any(codec.stage == Stage.ENCRYPT for codec in known):
             return Outcome.UNREADABLE
         self._spare(0)[: coding.length] = slot[: coding.length]
@@ -108,7 +108,7 @@ class Chain:
         return Outcome.GOOD
 
     def _spare(self, number: int) -> memoryview:
-        """One of this thread's two buffers for what is between two codecs."""
+        """Return one of this thread's two buffers for the bytes between two codecs."""
         spares: list[memoryview] | None = getattr(self._local, "spares", None)
         if spares is None:
             spares = [memoryview(bytearray(self._size)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The fp8 codec: numbers of KV in 8 bits, with a scale for each head of each token. Lossy."""
+"""The fp8 codec: KV numbers in 8 bits, with a scale for each head of each token. Lossy."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from kvladder.layout import Layout
 from kvladder.tiers.codecs.base import Codec, Stage, Subject
 
 ROW_MIN = 8
-"""Elements that share a scale, at least: scales take 4 bytes each."""
+"""Fewest elements that share a scale, since each scale takes 4 bytes."""
 LARGEST: Final = 448.0
-"""Of the format E4M3: sign, 4 bits of exponent, 3 of mantissa, no infinity."""
+"""Largest number of the format E4M3: sign, 4 bits of exponent, 3 of mantissa, no infinity."""
 _SMALLEST_SCALE: Final = 2.0**-126
-"""Below it numbers are not normal any more, and divisions by them not exact."""
+"""Smallest scale. Smaller numbers are subnormal, and divisions by them not exact."""
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PARAMS = Struct("<BI")
 _SCALE_BYTES = 4
 _TO_HALF: Final = 2.0 ** (15 - 7)
-"""Between the exponents' biases of the two formats."""
+"""Factor from E4M3 bits read as float16: 15 and 7 are the biases of the two exponents."""
 _PART_ELEMENTS = 16384
-"""Half of what torch still works on in one thread."""
+"""Elements per part: half of the most that torch handles in one thread."""
 
 
 class Fp8Codec(Codec):
-    """Stores ``layout.row_elements`` neighbours as one float32 scale and as many E4M3 numbers.
+    """Stores each row of ``layout.row_elements`` as one float32 scale and E4M3 numbers.
 
-    The scale of a row is its largest magnitude over 448, so nothing overflows. Whatever ``x`` was,
-    ``y`` comes back with ``|y - x| <= |x| / 16 + largest / 2**18``, ``largest`` that of its row,
-    and the rounding of the element type added to it. Blocks with infinities or NaN are left as
-    they are. First come the scales of all rows, then all numbers.
+    The scale of a row is its largest magnitude divided by 448, so no number overflows. A number
+    ``x`` comes back as ``y`` with ``|y - x| <= |x| / 16 + largest / 2**18``, plus the rounding of
+    the element type; ``largest`` is the row's largest magnitude. Blocks with infinities or NaN are
+    not encoded. The scales of all rows come first, then all numbers.
     """
 
     name = "fp8"
@@ -96,20 +96,20 @@ class Fp8Codec(Codec):
         eighths = _tensor(data[split:], torch.int8).view(-1, self._row)
         numbers = _tensor(target[:size], self._dtype).view(-1, self._row)
         for part in self._parts(count):
-            # the bits of an E4M3 number, moved, are those of a float16 that is 2**8 times less
+            # the bits of an E4M3 number, shifted, are a float16 that is smaller by 2**8
             halves = eighths[part].to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
             numbers[part].copy_(halves.view(torch.float16).float().mul_(scales[part]))
         return target[:size]
 
     def _parts(self, rows: int) -> Iterator[slice]:
-        """So few rows at a time that they stay in a cache, and that torch starts no threads.
+        """Return slices of rows, small enough for the CPU's caches and for torch to use one thread.
 
-        It is called in several already, and those of the engine are the engine's.
+        Several threads call this codec already, and torch's threads belong to the engine.
         """
         step = max(1, _PART_ELEMENTS // self._row)
         return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """These bytes as numbers, not copied unless they cannot be written: torch warns of that."""
+    """Return these bytes as numbers; copy only read-only bytes, since torch warns of those."""
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The edge of a level: what its codecs do to blocks on their way to the tier and back."""
+"""The codec pipeline of a level: encodes blocks for its tier, checks and decodes what it reads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger("kvladder")
 SCRATCH_BYTES = 64 << 20
 SCRATCH_BLOCKS_MAX = 32
 JOBS = 4
-"""Threads that a batch is spread over."""
+"""Number of threads over which a batch is spread."""
 
 
 def scratch_blocks(codecs: Sequence[Codec], slot_bytes: int) -> int:
-    """How many slots a level needs to encode into; none if its codecs leave bytes as they are."""
+    """Return how many slots a level needs to encode into; 0 if its codecs change no bytes."""
     if all(isinstance(codec, ChecksumCodec) for codec in codecs):
         return 0
     return max(2, min(SCRATCH_BLOCKS_MAX, SCRATCH_BYTES // slot_bytes))
@@ -41,21 +41,21 @@ def scratch_blocks(codecs: Sequence[Codec], slot_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What is done to blocks at the edge of a level."""
+    """The codecs of a level."""
 
     codecs: tuple[Codec, ...] = ()
-    """Applied in this order to blocks that are stored; not opened yet, of this level alone."""
+    """Codecs that encode stored blocks, in this order; this level's own, and not opened yet."""
     find: Find = lambda _: None
-    """Finds the codecs of blocks that were stored with others, opened."""
+    """Finds an opened codec for blocks that were stored with other codecs."""
 
 
 def _narrow(codec: Codec, kinds: Sequence[str]) -> None:
-    """Have a codec ask for the kind of a block only where it may not encode all of a layout's.
+    """Clear ``codec.allowed`` if it names all kinds of a layout: then blocks need no kinds.
 
     Raises
     ------
     ConfigError
-        It may encode none.
+        The codec may encode none of these kinds.
     """
     if codec.allowed is None:
         return
@@ -68,24 +68,24 @@ def _narrow(codec: Codec, kinds: Sequence[str]) -> None:
 
 
 def told_apart(layout: Layout, codecs: Iterable[Codec]) -> Sequence[str]:
-    """The kinds by which opened codecs ask for blocks; none where each may encode all of them."""
+    """Return the layout's kinds if an opened codec may encode only some of them, else nothing."""
     return layout.kinds if any(codec.allowed for codec in codecs) else ()
 
 
 class CodecPipeline:
-    """Stands between a level and its tier. Coroutines run on the loop thread.
+    """Encodes and decodes blocks between a level and its tier. Coroutines run on the loop thread.
 
-    Blocks are encoded from their slots into scratch slots, in threads, and the tier is given
-    those; if there are fewer of them than blocks, a batch is stored in parts, and if there are
-    none, it waits for another batch to end. What is read is checked, unless the tier has done so,
-    and decoded in the slot it was read into.
+    Threads encode blocks from their slots into scratch slots, and the tier gets the scratch slots.
+    With fewer scratch slots than blocks, a batch is stored in parts. With none free, it waits for
+    another batch to end. Blocks that were read are checked, unless the tier did so, and decoded in
+    the slots into which they were read.
 
     Parameters
     ----------
     verify:
-        Whether stored bytes get a checksum, and are compared with it.
+        True if stored bytes get a checksum and reads compare it.
     scratch:
-        Slots of the arena that are the edge's own.
+        Slots of the arena that belong to the pipeline.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class CodecPipeline:
         self._queue = asyncio.Lock()
         self._given = asyncio.Event()
         self.refused = Counter[Outcome]()
-        """What the tier delivered and was of no use, by the reason."""
+        """Number of delivered blocks that were refused, by outcome."""
         self.encoded_bytes = 0
-        """What the blocks came to that codecs made smaller, or could not."""
+        """Bytes of all blocks given to the tier, as encoded by codecs."""
 
     def open(self, context: TierContext, run: Blocking) -> None:
-        """Open the codecs, which run in the threads of ``run``; the tier comes after it.
+        """Open the codecs, which run in the threads of ``run``. Call it before the tier's ``open``.
 
         Raises
         ------
         ConfigError
-            One of them cannot work as configured.
+            A codec cannot work as configured.
         """
         self._run, self._say = run, context.say
         self._size = context.layout.block_bytes
@@ -133,7 +133,7 @@ class CodecPipeline:
     # ---- down
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
-        """As ``Tier.put``."""
+        """Encode the blocks and store them, as ``Tier.put`` does."""
         if not self._chain.codecs:
             return await self._tier.put(writes)
         kept: list[bool] = []
@@ -150,30 +150,30 @@ class CodecPipeline:
             except TierFull:
                 if not kept:
                     raise
-                kept += [False] * (len(writes) - len(kept))  # what is stored is not taken back
+                kept += [False] * (len(writes) - len(kept))  # earlier parts are stored and stay
             finally:
                 self._give(slots)
         return kept
 
     def _encode(self, pair: tuple[Write, Slot]) -> Write:
-        """What the tier is to store, which lies in the scratch slot if it is not the block."""
+        """Encode a block; return what the tier stores, in the scratch slot if it was changed."""
         plain, scratch = pair
         data = plain.view[: self._size]
         slot, view, target = plain.slot, plain.view, self.side.view(scratch)
         subject = Subject(plain.key, plain.facts.salt, kind=plain.kind)
         stored, coding = self._chain.encode(subject, data, target[: self._size])
         length = len(stored)
-        if stored is not data:  # a tier may store whole pages, and before this came another block
+        if stored is not data:  # a tier may store whole pages: no bytes of other blocks in them
             target[length : align(length)] = bytes(align(length) - length)
             slot, view = scratch, target
         ref, facts = Ref(plain.key, plain.place), plain.facts
         labels, replace = self.side.labels, plain.replace
         write = Write(labels, ref, slot, view, facts, coding=coding, replace=replace)
-        write.label()  # while the bytes are in a cache
+        write.label()  # while the CPU's caches still have the bytes
         return write
 
     async def _take(self, wanted: int) -> list[Slot]:
-        """Between one and ``wanted`` scratch slots; first come, first served."""
+        """Wait for scratch slots and take one to ``wanted`` of them; first come, first served."""
         async with self._queue:
             while not self._scratch:
                 self._given.clear()
@@ -187,13 +187,13 @@ class CodecPipeline:
     # ---- up
 
     async def get(self, reads: Sequence[LevelRead]) -> Sequence[bool | None]:
-        """As ``Tier.get``: True only for what is right, and decoded."""
+        """Read blocks as ``Tier.get`` does; answer True only for blocks checked and decoded."""
         found = list(checked("get", await self._tier.get(reads), len(reads)))
         if all(found) and not self._chain.secret and all_plain(reads, self.side.labels):
-            return found  # as nearly always, of a tier that checks
+            return found  # the usual case with a tier that checks
         left: list[LevelRead] = []
         for read, ok in zip(reads, found, strict=True):
-            if ok and not self._verify:  # a moment's work
+            if ok and not self._verify:  # no checksum to compare, so it is quick
                 read.check()
             outcome, coding = read.verdict
             if ok and (coding is None or coding.steps or self._chain.secret):
@@ -210,7 +210,7 @@ class CodecPipeline:
         return found
 
     def _finish(self, read: LevelRead) -> Outcome:
-        """Check a block that came, if the tier has not, and decode it."""
+        """Check a block that was read, unless the tier did so, and decode it."""
         read.check()
         outcome, coding = read.verdict
         if coding is None:
@@ -218,9 +218,9 @@ class CodecPipeline:
         return self._chain.decode(read.key, coding, read.view)
 
     async def _each(self, function: Callable[[S], T], items: Sequence[S], failed: F) -> list[T | F]:
-        """``function`` of each item, in threads; ends when no call runs any more.
+        """Call ``function`` with each item, in threads; return when no call runs any more.
 
-        ``failed`` stands for those of which a codec made an exception: it costs no other block.
+        Where a codec raises, the result is ``failed``, so that no other block is lost.
         """
         if not items:
             return []

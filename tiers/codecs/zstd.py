@@ -1,4 +1,4 @@
-"""The zstd codec: fewer bytes without loss, by sorting the bytes of numbers by significance."""
+"""The zstd codec: compression without loss that separates high and low bytes of numbers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _PARAMS = Struct("<Q")
 
 
 class ZstdOptions(Settings, frozen=True, kw_only=True):
-    """What a configuration says about zstd."""
+    """Options of the zstd codec."""
 
     level: Annotated[int, msgspec.Meta(ge=-7, le=19, description="a level from -7 to 19")] = 1
-    """Higher ones are slower, and few blocks of KV become smaller by them."""
+    """Compression level of zstd. Higher levels are slower, and shrink few blocks of KV further."""
     min_saving: Annotated[
         float, msgspec.Meta(ge=0, lt=1, description="a number from 0 up to 1, such as 0.05")
     ] = 0.05
-    """A block that does not shrink by this share is stored as it is."""
+    """Smallest share by which a block must shrink; else it is stored uncompressed."""
 
 
 class ZstdCodec(Codec):
-    """One zstd frame a block, without dictionary or checksum of its own; two of 2-byte elements.
+    """Stores a block as one zstd frame, or two for 2-byte elements; no dictionary, no checksum.
 
-    Those are split into planes: a frame of all the low bytes, then one of all the high ones. High
-    bytes hold sign and exponent, of which few are common; next to the noise of the low ones zstd
-    would not find that. The parameters are the length of the first frame.
+    2-byte elements are split into two planes: a frame of all low bytes, then one of all high bytes.
+    High bytes hold sign and exponent, and only few values of these are common. Interleaved with
+    the noise of the low bytes, zstd would not find that. The parameters are the length of the first
+    frame.
     """
 
     name = "zstd"
@@ -98,12 +99,12 @@ class ZstdCodec(Codec):
         return found
 
     def _compressor(self) -> zstandard.ZstdCompressor:
-        """The thread's own: they keep their memory, and no two threads may use one."""
+        """Return this thread's compressor: it keeps its memory and is not safe for two threads."""
         found: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if found is None:
             level = self.options.level
             if level == 1 and self._planes:
-                # planes hardly repeat: it looks for little, is four times as fast and shrinks more
+                # planes hardly repeat: these settings are four times as fast and shrink more
                 params = zstandard.ZstdCompressionParameters(
                     compression_level=1,
                     strategy=zstandard.STRATEGY_FAST,

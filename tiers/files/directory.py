@@ -1,4 +1,4 @@
-"""A files tier's directories: what is in one, which process has which, and what they share."""
+"""A files tier's directories: their files, their owners, and the capacity that they share."""
 
 from __future__ import annotations
 
@@ -34,66 +34,66 @@ MAGIC = "kvladder files"
 VERSION = 3
 PREFIX_DIGITS = 16
 SEGMENTS_MAX = 512
-"""Each is an open file, and a process may often have no more than 1024."""
+"""Most segments: each is an open file, and a process may often have only 1024."""
 SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
-"""Segments are made larger rather than more than these, which leaves a tier room to grow."""
+"""Most segments for a new capacity; larger segments instead of more leave room to grow."""
 META_BYTES_MAX = 1 << 16
 META_NAME = "META"
 LOG_NAME = "index.log"
 LOCK_NAME = "LOCK"
 FIELDS_NAME = "FIELDS"
-"""What the namespace is a digest of, for people: no block depends on it."""
+"""File with the fields from which the namespace is computed, for people. No block needs it."""
 
 ASIDE = {f"{META_NAME}.tmp", f"{LOG_NAME}.tmp", f"{FIELDS_NAME}.tmp"}
-"""What is written aside before it gets its name."""
+"""Names under which files are written before they are renamed."""
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
-"""How long others may keep the path's lock: for as long as it takes to give segments up."""
+"""Longest wait in seconds for the path's lock; another process holds it while it drops segments."""
 _LOCK_STEP_S = 0.005
 
 
 def home_name(prefix: str, number: int) -> str:
-    """The directory of the ``number``-th of several processes that use one namespace at once."""
+    """Return the directory name of the ``number``-th process that uses one namespace at once."""
     return f"{prefix}.{number}" if number else prefix
 
 
 def home_number(name: str) -> tuple[str, int] | None:
-    """The namespace's prefix and the number that a directory's name stands for, or None."""
+    """Return the namespace's prefix and the number in a directory's name; None for other names."""
     found = _HOME.fullmatch(name)
     return (found[1], int(found[2] or 0)) if found else None
 
 
 def segment_number(name: str) -> int | None:
-    """The segment that a file name stands for, or None."""
+    """Return the number of the segment with this file name; None for other names."""
     found = _SEGMENT.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def segment_file(home: Path, number: int) -> Path:
-    """The file of a segment."""
+    """Return the path of a segment's file."""
     return home / f"seg-{number:05d}"
 
 
 def segment_sizes(disk: Disk, home: Path) -> dict[int, int]:
-    """The segments in a directory: by number, their bytes."""
+    """Return the bytes of each segment in a directory, by number."""
     numbers = {name: segment_number(name) for name in disk.listdir(home)}
     return {n: disk.stat(home / name).st_size for name, n in numbers.items() if n is not None}
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name in a namespace's directory is one that the tier writes."""
+    """Return whether the tier writes a file of this name into a namespace's directory."""
     ours = {LOG_NAME, META_NAME, LOCK_NAME, FIELDS_NAME, *ASIDE}
     return segment_number(name) is not None or name in ours
 
 
 def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
-    """Raise ConfigError unless nobody else can have put, or can put, other things at ``path``.
+    """Raise ConfigError if another user can have put, or can put, other things at ``path``.
 
-    What is there has to be no link, this user's, and for others not to write to. Raises
-    FileNotFoundError if there is nothing.
+    A safe path is no symbolic link, belongs to this user, and is not writable for others. Raises
+    FileNotFoundError if nothing is there.
     """
     found = disk.stat(path)
     kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
@@ -119,20 +119,20 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
 
 
 class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """META: what a namespace's other files contain. A line of JSON, so that people can read it."""
+    """META: the layout of a namespace's other files; one line of JSON, readable for people."""
 
     magic: str = MAGIC
     version: int = VERSION
     namespace: str
     block_bytes: int
     stride: int
-    """Bytes from one block's header to the next one's."""
+    """Bytes from one block's header to the next header."""
     segment_places: int
     capacity_blocks: int
 
     @classmethod
     def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> DirectoryMeta:
-        """How the files of a namespace that is new here are laid out."""
+        """Return the layout of the files of a namespace that is new in this path."""
         stride = HEADER_BYTES + context.layout.slot_bytes
         capacity = context.capacity_blocks
         most = max(1, min(segment_bytes // stride, capacity // segments_min))
@@ -145,38 +145,41 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def holds(self, wanted: DirectoryMeta) -> bool:
-        """Whether files of this shape can hold what is wanted; not if they were far too many."""
+        """Return whether files of this layout can hold the blocks of ``wanted``.
+
+        They cannot if this would take more than ``SEGMENTS_MAX`` segments.
+        """
         ours = (self.namespace, self.block_bytes, self.stride)
         fitting = wanted.capacity_blocks <= self.segment_places * SEGMENTS_MAX
         return ours == (wanted.namespace, wanted.block_bytes, wanted.stride) and fitting
 
     def size(self, segment: int) -> int:
-        """Bytes of a segment; the last one may have fewer places than the others."""
+        """Return the bytes of a segment; the last one may have fewer places than the others."""
         first = segment * self.segment_places
         return max(0, min(self.segment_places, self.capacity_blocks - first)) * self.stride
 
 
 class _Version(msgspec.Struct):
-    """What every version of META begins with."""
+    """The fields that META has in every version."""
 
     magic: str
     version: int
 
 
 def sealed(line: bytes) -> bytes:
-    """A line and, below it, the digest that tells whether it is whole, in every version."""
+    """Return a line with its digest on the next line, which shows damage; same in all versions."""
     return b"%s\n%s\n" % (line, xxh3_64_hexdigest(line).encode())
 
 
 def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
-    """META of a namespace as it is, None where it is damaged, missing or not ours.
+    """Return the META of a directory, or None if it is damaged, missing or not kvladder's.
 
-    If an earlier version wrote it, that is all: its number.
+    If an earlier version of kvladder wrote it, return only the number of its format.
 
     Raises
     ------
     ConfigError
-        A newer version wrote it.
+        A newer version of kvladder wrote it.
     """
     path = home / META_NAME
     try:
@@ -198,7 +201,7 @@ def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
 
 
 def require_known(path: Path, version: int, newest: int) -> None:
-    """Raise ConfigError if a file is of a version that is not known yet."""
+    """Raise ConfigError if a file's version is newer than the newest one known here."""
     if version > newest:
         raise ConfigError(
             f"{path} is of format {version}, which is newer than {newest}",
@@ -208,21 +211,21 @@ def require_known(path: Path, version: int, newest: int) -> None:
 
 
 class Lent(OSError):
-    """Other processes have all of the capacity: there is no room for another segment."""
+    """Other processes use the rest of the capacity, so there is no room for another segment."""
 
 
 class Lease(NamedTuple):
-    """A directory of one namespace, as it was found."""
+    """A directory of one namespace, as found on the disk."""
 
     home: Path
     bytes: int
-    """Of its segments."""
+    """Bytes of its segments."""
     used_ns: int
-    """When it was in use last, as far as that is known."""
+    """Time of its last use in nanoseconds since the epoch; 0 if unknown."""
 
 
 def _locked(disk: Disk, home: Path) -> int | None:
-    """A directory's lock as a descriptor that keeps it, or None if a living process has it."""
+    """Take a directory's lock; return its descriptor, or None if a living process holds it."""
     lock = home / LOCK_NAME
     with suppress(FileNotFoundError):
         require_safe(disk, lock, directory=False)
@@ -238,7 +241,7 @@ def _locked(disk: Disk, home: Path) -> int | None:
 
 @contextmanager
 def exclusive(disk: Disk, path: Path) -> Generator[None]:
-    """Keep other processes from taking directories and space below a path, for a moment."""
+    """Hold the path's lock: meanwhile no other process takes directories or space below it."""
     tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
     while (fd := _locked(disk, path)) is None:
         tries -= 1
@@ -252,21 +255,22 @@ def exclusive(disk: Disk, path: Path) -> Generator[None]:
 
 
 class FilesDirectory:
-    """One namespace's files, in a directory of their own below the tier's path.
+    """The directory of one namespace and one process, below the tier's path.
 
-    Whoever opens it takes the next such directory that no living process has, one with blocks
-    first, and keeps its lock: the end of the process, however it comes, frees it. What all
-    directories below the path take together is bounded; ``exclusive`` guards that, and who takes
-    which. Blocking; for one thread at a time. ``open`` is called first, ``close`` last.
+    ``open`` takes a directory of the namespace that no living process owns, if possible one with
+    blocks, and keeps its lock. The lock is released when the process ends, in whatever way. All
+    directories below the path share one capacity. ``exclusive`` guards that capacity, and the
+    taking of directories. Methods block; use one thread at a time. Call ``make`` and ``open``
+    first, ``close`` last.
 
     Parameters
     ----------
     disk:
         The port to the file system.
     path:
-        The tier's directory, which other namespaces and processes use too.
+        The tier's directory, which other namespaces and processes use, too.
     space:
-        Whose files ``home`` holds.
+        Namespace of the files in ``home``.
     """
 
     def __init__(self, disk: Disk, path: Path, space: Namespace) -> None:
@@ -275,36 +279,36 @@ class FilesDirectory:
         self._disk = disk
         self._prefix = space.hex()[:PREFIX_DIGITS]
         self.home = path / self._prefix
-        """The directory that was taken, once it was."""
+        """Directory that this process owns, after ``open`` or ``hold``."""
         self.has_meta = False
-        """Whether META is there already, and tells where the blocks lie."""
+        """True if META was there already, with a layout that fits."""
         self.earlier: int | None = None
-        """Of which format its files were, if they could not be read and were removed."""
+        """Earlier format of its files, if they could not be read and were removed."""
         self._lock_fd: int | None = None
 
-    # ---- who has which
+    # ---- owners
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """``exclusive`` of the path."""
+        """Hold the lock of the path, as the function ``exclusive`` does."""
         return exclusive(self._disk, self.path)
 
     def open(self, wanted: DirectoryMeta) -> DirectoryMeta:
-        """Take a directory and say how its files are laid out; in ``exclusive``.
+        """Take a directory and return the layout of its files; call it in ``exclusive``.
 
-        Where META does not tell that, as it is lost or damaged, they are believed to be as
-        ``wanted``. What cannot hold what is wanted is removed.
+        If META is lost or damaged, the files are assumed to have the layout ``wanted``. Files of a
+        layout that does not fit, or of an earlier version, are removed.
 
         Raises
         ------
         ConfigError
-            Others may write to the directory, or a newer version wrote it.
+            Others may write to the directory, or a newer version of kvladder wrote it.
         OSError
             Anything else.
         """
         self._take()
         self.require_ours()
         for name in ASIDE.intersection(self._disk.listdir(self.home)):
-            self._disk.unlink(self.home / name)  # an earlier process did not finish it
+            self._disk.unlink(self.home / name)  # an earlier process did not finish writing it
         found = read_meta(self._disk, self.home)
         self.has_meta = isinstance(found, DirectoryMeta) and found.holds(wanted)
         if isinstance(found, DirectoryMeta) and self.has_meta:
@@ -316,17 +320,23 @@ class FilesDirectory:
         return wanted
 
     def write(self, meta: DirectoryMeta) -> None:
-        """Have META say this: all of it or nothing, also after a power cut."""
+        """Write META, all or nothing, also in a power cut."""
         replace_file(self._disk, self.home / META_NAME, sealed(msgspec.json.encode(meta)))
 
     def require_ours(self) -> None:
-        """Raise ConfigError unless the tier's files in it are this user's alone."""
+        """Raise ConfigError unless the tier's files belong to this user alone."""
         for name in filter(is_ours, self._disk.listdir(self.home)):
-            if name != FIELDS_NAME:  # whatever it is, no block is lost by it
+            if name != FIELDS_NAME:  # no block depends on it, and its reader checks it
                 require_safe(self._disk, self.home / name, directory=False)
 
     def make(self) -> None:
-        """Have the path there, this user's alone; its last part is made if it is missing."""
+        """Create the path if only its last part is missing, and check that it is safe to use.
+
+        Raises
+        ------
+        ConfigError
+            Its parent does not exist, or other users may write to it.
+        """
         with suppress(FileExistsError):
             try:
                 self._disk.mkdir(self.path)
@@ -339,7 +349,7 @@ class FilesDirectory:
         require_safe(self._disk, self.path, directory=True)
 
     def _take(self) -> None:
-        """Have a directory that nobody has: the one with most in it, or a new one."""
+        """Take the directory with the most bytes that no process owns, or create a new one."""
         found: list[tuple[int, int]] = []
         for prefix, number in filter(None, map(home_number, self._disk.listdir(self.path))):
             if prefix == self._prefix:
@@ -358,9 +368,12 @@ class FilesDirectory:
         sync_directory(self._disk, self.path)
 
     def hold(self, home: Path, others: Collection[str]) -> bool:
-        """Take one directory, in ``exclusive``; False if one of ``others`` has it.
+        """Take one directory, in ``exclusive``; return False if one of ``others`` owns it.
 
-        ConfigError if another process has.
+        Raises
+        ------
+        ConfigError
+            Another process owns it, or it is not safe to use.
         """
         require_safe(self._disk, home, directory=True)
         if self._lock(home):
@@ -375,13 +388,16 @@ class FilesDirectory:
         )
 
     def _lock(self, home: Path) -> bool:
-        """Take a directory and write this process into it; False if another process has it."""
+        """Take a directory's lock and write this process's id into it.
+
+        Returns False if another process owns the directory.
+        """
         fd = _locked(self._disk, home)
         if fd is None:
             return False
         self.home, self._lock_fd = home, fd
         name = b"%d\n" % os.getpid()
-        try:  # the new name before the end of the old one, which a full disk has room for
+        try:  # overwrite, then cut off the rest of the old id: a full disk has room for that
             write_all(self._disk, fd, name, 0)
             self._disk.truncate(fd, len(name))
         except OSError as error:
@@ -390,29 +406,29 @@ class FilesDirectory:
         return True
 
     def leave(self) -> None:
-        """Let the next process have it; may be called again."""
+        """Release the directory; may be called again."""
         if self._lock_fd is not None:
             fd, self._lock_fd = self._lock_fd, None
             self._disk.close(fd)
 
     def close(self) -> None:
-        """Note that the namespace was in use until now, and let the next process have it."""
+        """Record that the namespace was in use until now, and release the directory."""
         if self._lock_fd is not None:
             with suppress(OSError):  # the directory may be gone
                 self._disk.touch(self.home / META_NAME)
             self.leave()
 
-    # ---- the space that all share; in ``exclusive``
+    # ---- the capacity that all directories share; in ``exclusive``
 
     def delete(self) -> None:
-        """Remove the directory and what the tier wrote into it."""
+        """Remove the tier's files, and the directory if no other files are in it."""
         self._delete(self.home)
         sync_directory(self._disk, self.path)
 
     def make_room(self, own_bytes: int, budget_bytes: int) -> bool:
-        """Have segments that nobody uses give way until ``own_bytes`` fit beside the others'.
+        """Drop segments not in use until ``own_bytes`` and the others' bytes fit into the budget.
 
-        False if they do not: what is left is in use.
+        Returns whether they fit. If not, all other segments are in use.
         """
         while own_bytes + sum(lease.bytes for lease in self._others()) > budget_bytes:
             if not self.drop_oldest():
@@ -420,9 +436,9 @@ class FilesDirectory:
         return True
 
     def drop_oldest(self) -> bool:
-        """Drop the last segment of what no process has, least recently used first.
+        """Drop the last segment of the least recently used directory that no process owns.
 
-        False if there is nothing to drop.
+        Returns False if there is no such directory.
         """
         for lease in self._others():
             fd = _locked(self._disk, lease.home)
@@ -440,7 +456,7 @@ class FilesDirectory:
         return False
 
     def _others(self) -> list[Lease]:
-        """The other directories of this and of other namespaces, least recently used first."""
+        """Return the other directories of all namespaces, least recently used first."""
         found = leases(self._disk, self.path, self._prefix)
         return [lease for lease in found if lease.home != self.home]
 
@@ -448,20 +464,20 @@ class FilesDirectory:
         self._delete_files(home)
         with suppress(FileNotFoundError):
             self._disk.unlink(home / LOCK_NAME)
-        with suppress(OSError):  # something that is not ours is in there: it stays
+        with suppress(OSError):  # files of others are in it and stay
             self._disk.rmdir(home)
 
     def _delete_files(self, home: Path) -> None:
-        """Remove what this tier wrote into ``home``, but for its lock.
+        """Remove the tier's files in ``home``, except the lock.
 
-        META, which says whose the rest is, goes once the rest has gone for good.
+        META names the owner of the other files, so it is removed after their removal is on disk.
         """
         names = self._disk.listdir(home)
         for name in filter(is_ours, names):
             if name not in {META_NAME, LOCK_NAME, FIELDS_NAME}:
                 self._disk.unlink(home / name)
         if FIELDS_NAME in names:
-            with suppress(OSError):  # a directory that somebody put there
+            with suppress(OSError):  # it may be a directory, put there by a user
                 self._disk.unlink(home / FIELDS_NAME)
         if META_NAME in names:
             sync_directory(self._disk, home)
@@ -469,10 +485,11 @@ class FilesDirectory:
 
 
 def leases(disk: Disk, path: Path, prefix: str = "") -> list[Lease]:
-    """The directories below a path that are ours, least recently used first.
+    """Return kvladder's directories below a path, least recently used first.
 
-    Those of a newer version are left out: what belongs to them is not known. ``prefix`` is of the
-    namespace whose directories are ours whatever they hold.
+    Directories of a newer version are left out, since their files are not known here. Directories
+    without a META of this version count only if they have an index log, or if they belong to the
+    namespace with this ``prefix``.
     """
     found: list[Lease] = []
     for name in disk.listdir(path):
@@ -491,28 +508,28 @@ def leases(disk: Disk, path: Path, prefix: str = "") -> list[Lease]:
 
 
 def owner(disk: Disk, home: Path) -> str:
-    """The process that wrote itself into the lock file, or what ended before it could."""
+    """Return the id of the last process that took the directory, or "unknown"."""
     text = read_file(disk, home / LOCK_NAME, 32).decode("ascii", "replace").strip()
     return text if text.isdigit() else "unknown"
 
 
 def held_by(disk: Disk, home: Path) -> str | None:
-    """The process that has a directory, None if none has; in ``exclusive``."""
+    """Return the id of the process that owns a directory, or None; call it in ``exclusive``."""
     with suppress(FileNotFoundError), opened(disk, home / LOCK_NAME, os.O_RDWR) as fd:
         return None if disk.lock(fd) else owner(disk, home)
     return None
 
 
 def look(disk: Disk, path: Path) -> dict[str, str]:
-    """What each directory below a path holds, and who has it; nothing is made there.
+    """Return what each directory below a path holds and which process owns it; create nothing.
 
     Raises
     ------
     ConfigError
-        The path is not this user's alone.
+        Other users may write to the path.
     """
     facts: dict[str, str] = {}
-    with suppress(OSError):  # no engine was there yet
+    with suppress(OSError):  # no engine has used the path yet
         require_safe(disk, path, directory=True)
         disk.stat(path / LOCK_NAME)
         with exclusive(disk, path):
@@ -528,12 +545,14 @@ def look(disk: Disk, path: Path) -> dict[str, str]:
 def at_rest(
     disk: Disk, path: Path, space: Namespace | None, others: Collection[str]
 ) -> Generator[list[FilesDirectory]]:
-    """Have the directories below a path of one namespace, or of all, that no process has.
+    """Take and yield the directories of one namespace, or of all, that no process owns.
+
+    Directories that a process of ``others`` owns are left out. All are released at the end.
 
     Raises
     ------
     ConfigError
-        A process has one that is not among ``others``, or it is not known whose one is.
+        A process not in ``others`` owns a directory, or a directory's namespace is not known.
     """
     taken: list[FilesDirectory] = []
     with ExitStack() as held:
@@ -550,7 +569,13 @@ def at_rest(
 
 
 def _owner(disk: Disk, home: Path) -> Namespace | None:
-    """Whose files are in a directory; None where they are not ours."""
+    """Return the namespace of the files in a directory; None if they are not kvladder's.
+
+    Raises
+    ------
+    ConfigError
+        META is damaged, or is of another version of kvladder.
+    """
     ids = home_number(home.name)
     if ids is None:
         return None

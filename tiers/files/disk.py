@@ -20,21 +20,22 @@ DIRECTORY_MODE = 0o700
 
 
 class Disk:
-    """The operating system's: blocking calls, each as thin as the system call it is named after.
+    """The operating system's file calls; most methods only make the system call of their name.
 
-    Every method raises OSError, may be called from any thread and may block for ever. No link is
-    followed that a path ends with. ``tests.kit.disk.FakeDisk`` replaces every call, and crashes.
+    Methods raise OSError, may be called from any thread, and may block for ever. If a path ends in
+    a symbolic link, it is not followed. ``tests.kit.disk.FakeDisk`` replaces every call, and
+    simulates crashes.
     """
 
     def examine(
         self, path: Path, capacity_bytes: int, direct: bool | None, warn: Callable[[str], object]
     ) -> Mapping[str, str]:
-        """What a files tier would find; nothing stays of what is tried there.
+        """Return facts about a files tier's directory, for people; leaves the disk unchanged.
 
         Raises
         ------
         ConfigError
-            There can be no such directory.
+            The path cannot be a directory, or ``direct`` is True and there is no direct I/O.
         Unavailable
             The directory cannot be used now.
         """
@@ -66,8 +67,8 @@ class Disk:
         }
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file with ``os.O_*`` flags, and return its descriptor; mode 0600 if created."""
-        # not blocked by a pipe that somebody put there
+        """Open a file with ``os.O_*`` flags and return its descriptor; mode 0600 if created."""
+        # O_NONBLOCK: if the file is a pipe, opening it must not hang
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
 
     def close(self, fd: int) -> None:
@@ -75,15 +76,15 @@ class Disk:
         forks.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers one after the other; bytes read, fewer at the end of the file."""
+        """Fill the buffers in order; return the number of bytes read, fewer at the file's end."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """Write the buffers one after the other; bytes written, which may be fewer."""
+        """Write the buffers in order; return the number of bytes written, which may be fewer."""
         return os.pwritev(fd, buffers, offset)
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
-        """Reserve space for a range, which reads as zeros; the file grows to its end."""
+        """Reserve space for a range, which reads as zeros; the file grows to the range's end."""
         os.posix_fallocate(fd, offset, length)
 
     def truncate(self, fd: int, length: int) -> None:
@@ -95,9 +96,9 @@ class Disk:
         os.fsync(fd)
 
     def lock(self, fd: int) -> bool:
-        """Take the file's exclusive lock for as long as ``fd`` is open; False if another has it.
+        """Take the file's exclusive lock until ``fd`` is closed; return whether it was free.
 
-        A process that is forked does not keep it.
+        Forked children do not inherit the lock.
         """
         forks.own(fd)
         try:
@@ -107,7 +108,7 @@ class Disk:
         return True
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name, replacing what has it."""
+        """Rename a file, replacing any file of the new name."""
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
@@ -123,20 +124,20 @@ class Disk:
         path.rmdir()
 
     def listdir(self, path: Path) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return sorted(child.name for child in path.iterdir())
 
     def stat(self, path: Path) -> os.stat_result:
-        """What is at ``path``, a link too."""
+        """Return the status of ``path``; of the link itself if it is one."""
         return path.lstat()
 
     def touch(self, path: Path) -> None:
-        """Make now the time of last change."""
+        """Set the time of last change to now."""
         os.utime(path, follow_symlinks=False)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, or the user's share of it, has no room."""
+    """Return whether the error means that the disk, or the user's quota, is full."""
     return error.errno in _NO_SPACE
 
 
@@ -149,7 +150,7 @@ def explained(path: Path) -> Generator[None]:
     ConfigError
         The path is wrong.
     Unavailable
-        The disk fails, is full, or does not let this user in: it may work later.
+        The disk fails, is full, or denies access. It may work later.
     """
     try:
         yield
@@ -178,7 +179,7 @@ def _explanation(path: Path, error: OSError) -> ConfigError | Unavailable:
 
 @contextmanager
 def opened(disk: Disk, path: Path, flags: int) -> Generator[int]:
-    """The descriptor of a file while something is done with it."""
+    """Open a file, yield its descriptor, and close it afterwards."""
     fd = disk.open(path, flags)
     try:
         yield fd
@@ -187,14 +188,14 @@ def opened(disk: Disk, path: Path, flags: int) -> Generator[int]:
 
 
 def read_file(disk: Disk, path: Path, limit: int) -> bytes:
-    """The first ``limit`` bytes of a file."""
+    """Return the first ``limit`` bytes of a file."""
     with opened(disk, path, os.O_RDONLY) as fd:
         buffer = bytearray(limit)
         return bytes(buffer[: disk.preadv(fd, [memoryview(buffer)], 0)])
 
 
 def write_all(disk: Disk, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of ``data``, however many calls it takes."""
+    """Write all of ``data``, in several calls if needed."""
     rest = memoryview(data)
     while rest:
         written = disk.pwritev(fd, [rest], offset)
@@ -205,7 +206,7 @@ def write_all(disk: Disk, fd: int, data: bytes | bytearray | memoryview, offset:
 
 
 def replace_file(disk: Disk, path: Path, data: bytes) -> None:
-    """Write ``data`` aside and give it its name once it is on the disk: all of it or nothing."""
+    """Replace a file by ``data``, all or nothing: write it aside, sync it, then rename it."""
     aside = path.with_name(path.name + ".tmp")
     try:
         with opened(disk, aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
@@ -226,9 +227,9 @@ def sync_directory(disk: Disk, path: Path) -> None:
 
 
 def space(directory: Path) -> tuple[int, int]:
-    """Bytes that are free on the file system of ``directory``, and bytes that it holds itself.
+    """Return the free bytes on the file system of ``directory``, and the bytes in the directory.
 
-    The directory need not exist; OSError if its file system does not answer.
+    The directory need not exist. Raises OSError if its file system does not answer.
     """
     existing = directory
     while not existing.exists() and existing != existing.parent:
@@ -243,7 +244,7 @@ def space(directory: Path) -> tuple[int, int]:
 
 
 def _takes_direct(directory: Path) -> bool:
-    """Whether files in ``directory`` can be read and written around the page cache."""
+    """Return whether files in ``directory`` can be opened with O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvladder-") as file:
         try:
             os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))

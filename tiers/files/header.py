@@ -1,7 +1,7 @@
-"""The page in front of each stored block: its label and, behind that, where and when it was put.
+"""The page in front of each stored block: its label, then the place and order of its put.
 
-What stands behind the label has a check of its own, bound to this label's: it is for finding blocks
-whose index log is lost. Who reads a block looks at the label alone.
+Place and order are for finding blocks after the index log is lost. They have a check of their own,
+which also covers the label's check. Reading a block needs the label alone.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _PUT = Struct("<QQ")
 _CHECK = Struct("<Q")
 _CHECK_AT = LABEL_BYTES + _PUT.size
 _CHECKED = slice(LABEL_BYTES - _CHECK.size, _CHECK_AT)
-"""The label's own check, and what stands behind it."""
+"""The bytes that the second check covers: the label's own check, place and sequence number."""
 
 
 class Header(NamedTuple):
-    """What a whole page says of the block behind it."""
+    """The content of an undamaged page about the block behind it."""
 
     told: LabelFields
     place: int
     sequence: int
-    """Higher than that of any block that was put before."""
+    """Sequence number, higher than that of any block that was put before."""
 
 
 def write_header(page: memoryview, label: Buffer, place: int, sequence: int) -> None:
-    """Fill a page, which stays as it is behind that."""
+    """Write a header to the beginning of a page; the rest of the page stays unchanged."""
     page[:LABEL_BYTES] = label
     _PUT.pack_into(page, LABEL_BYTES, place, sequence)
     _CHECK.pack_into(page, _CHECK_AT, xxh3_64_intdigest(page[_CHECKED]))
 
 
 def read_header(page: memoryview) -> Header | None:
-    """What a page says; None if it is damaged or of another version."""
+    """Return the header in a page; None if it is damaged or of another version."""
     found = told(page[:LABEL_BYTES])
     if found is None or _CHECK.unpack_from(page, _CHECK_AT) != (xxh3_64_intdigest(page[_CHECKED]),):
         return None

@@ -1,4 +1,4 @@
-"""The index log: which block lies at which place, so that a restart need not read the blocks."""
+"""The index log: records which block lies at which place, so that a restart reads no blocks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvladder.tiers.files.disk import Disk, sync_directory, write_all
 from kvladder.tiers.label import NO_FACTS, Facts, RecoveredBlock, Ref, Write
 
 RECORD_BYTES = 64
-"""A power of two, so that no record straddles a sector: a torn write tears none."""
+"""Size of a record: a power of two, so no record crosses a sector and no write tears one."""
 LOW_BITS = 17
-"""Below the sequence: numbers are in the order of their sequences, whatever stands there."""
+"""Number of bits below the sequence, for the facts; they do not change the order of numbers."""
 NEVER_S = (1 << 32) - 1
-"""When a block expires that does not; else whole seconds since the epoch."""
+"""Expiry of a block that never expires; other values are whole seconds since the epoch."""
 MAGIC = b"kvindex\0"
 VERSION = 2
 READ_RECORDS = 1024
-"""Records per read: the GIL is given up between two of them, also while compacting."""
+"""Records per read; the GIL is released between two reads, also while compacting."""
 
-# check; number: sequence, terms (3 bits), floor (7), priority (7); expires; place, of a removal its
-# complement; salt; key
+# check; number: sequence, terms (3 bits), floor (7), priority (7); expiry; place, or its complement
+# for a removal; salt; key
 _RECORD = Struct(f"<QQIi8s{KEY_BYTES}s")
 _FIELDS = np.dtype(
     [
@@ -57,31 +57,31 @@ _HEADER = Struct("<8sHH4x32s8xQ")
 assert _RECORD.size == _FIELDS.itemsize == _HEADER.size == RECORD_BYTES
 
 Records: TypeAlias = npt.NDArray[np.void]
-"""Whole ones, by ``_FIELDS``."""
+"""Undamaged records, with the fields ``_FIELDS``."""
 
 
 def tag_of(key: BlockKey) -> int:
-    """Four bytes of a key, never 0: enough to tell which of two blocks is at a place."""
+    """Return four bytes of a key, never 0: enough to tell which of two blocks is at a place."""
     tag: int = _TAG.unpack(key)[0]
     return tag or 1
 
 
 def held(records: Records, tags: array[int]) -> npt.NDArray[np.bool_]:
-    """Which of these are of blocks that are at their places still, by the tags of those."""
+    """Return which of these blocks are still at their places, according to the tags."""
     stored = np.frombuffer(tags, np.uint32)[records["place"]]
     found: npt.NDArray[np.bool_] = stored == np.maximum(records["tag"], 1)
     return found
 
 
 def kept_of(records: Records) -> list[RecoveredBlock]:
-    """The blocks that records of puts tell of."""
+    """Return the blocks that these records of puts describe."""
     low = records["number"] & np.uint64((1 << LOW_BITS) - 1)
     facts = map(_facts, low.tolist(), records["end_s"].tolist(), records["salt"].tolist())
     keys = map(itemgetter(0), _KEY.iter_unpack(records.tobytes()))
     return list(map(RecoveredBlock._make, zip(keys, records["place"].tolist(), facts, strict=True)))
 
 
-@lru_cache(1024)  # blocks share them
+@lru_cache(1024)  # many blocks have equal facts and share one object
 def _facts(low: int, end_s: int, salt: bytes) -> Facts:
     return Facts(
         low & 127,
@@ -93,49 +93,49 @@ def _facts(low: int, end_s: int, salt: bytes) -> Facts:
 
 
 class LogContents(NamedTuple):
-    """What a log tells of."""
+    """The blocks that a log says are stored."""
 
     records: Records
-    """Of the puts of what is stored, oldest first."""
+    """Put records of the stored blocks, oldest first."""
     tags: array[int]
-    """By place: the tag of the key that is stored there, 0 if none is."""
+    """For each place: the tag of the key that is stored there, or 0."""
     lost: bool = False
-    """Whether there is no log that can be used, nor was one begun: ``write`` has to do that."""
+    """True if there is no usable log and none was begun: then ``write`` must begin one."""
 
 
 class _Scan(NamedTuple):
-    """What reading a log from its start came to."""
+    """The result of reading a log from its start."""
 
     live: npt.NDArray[np.bool_]
-    """By record, good or not: whether it put what is at its place now."""
+    """For each record, valid or not: True if it put the block that is at its place now."""
     tags: npt.NDArray[np.uint32]
-    """By place: the tag of its key, or 0."""
+    """For each place: the tag of its key, or 0."""
     good: int
-    """How many records count."""
+    """Number of records that count."""
     sequence: int
-    """The highest sequence number, with what stands below it."""
+    """Highest ``number`` of a record: the sequence number, with the low bits."""
     end: int
-    """Where the last good record ends."""
+    """Offset in the file where the last valid record ends."""
     beyond: bool
-    """Whether there are records of places that the tier does not have any more."""
+    """True if there are records of places that the tier no longer has."""
 
 
 class IndexLog:
     """Append-only records of puts and removals, each with its own check and a sequence number.
 
-    A record counts if it is whole and has a higher number than those before it; others, torn by a
-    crash or left over from before a compaction, are passed over. ``load`` comes first and
-    ``close`` last; ``put``, ``remove`` and ``reserve`` may be called from any thread, ``compact``
-    from one at a time. All block and raise OSError.
+    A record counts if it is undamaged and has a higher number than all records before it. Other
+    records were torn by a crash or are left over from before a compaction; they are skipped. Call
+    ``load`` first and ``close`` last. Any thread may call ``put``, ``remove`` and ``reserve``; only
+    one thread at a time may call ``compact``. All methods block and raise OSError.
 
     Parameters
     ----------
     home:
         The directory of the namespace.
     places_max:
-        Records of places beyond it are ignored.
+        Number of places; records of places beyond it are ignored.
     slack_records:
-        Dead records that are not worth compacting.
+        Number of dead records that are not worth compacting.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class IndexLog:
     # ---- start
 
     def load(self, *, anew: bool = True) -> LogContents:
-        """Open the log and return what is stored.
+        """Open the log and return its contents.
 
-        Without a log that can be used one is begun if ``anew`` says so; else it is lost.
+        Without a usable log, begin an empty one if ``anew``; else report the log as lost.
 
         Raises
         ------
         ConfigError
-            A newer version wrote it.
+            A newer version of kvladder wrote the log.
         """
         scan = None
         with suppress(FileNotFoundError):
@@ -182,15 +182,15 @@ class IndexLog:
             return LogContents(nothing, array("I", [0]) * self._places_max, lost=not anew)
         self._sequence = scan.sequence >> LOW_BITS
         self._end = self._reserved = scan.end
-        self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
+        self._disk.truncate(self._fd, self._end)  # records after a torn one must not come back
         live = np.frombuffer(b"".join(self._live(self._fd, scan)), _FIELDS)
-        if scan.beyond:  # they must not be believed if there are such places again
+        if scan.beyond:  # these records must not count if the capacity grows again
             with suppress(OSError):
                 self.compact(lambda: False)
         return LogContents(live, array("I", scan.tags.tobytes()))
 
     def _begin(self, path: Path) -> int:
-        """Make an empty log."""
+        """Create an empty log and return its descriptor."""
         fd = self._disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(self._disk, fd, self._header, 0)
@@ -200,9 +200,9 @@ class IndexLog:
         return fd
 
     def _usable(self, fd: int) -> _Scan | None:
-        """What is in a log; None if it is of another kind or namespace, or damaged all over.
+        """Read a log; return None if it is of another kind or namespace, or wholly damaged.
 
-        Records have checks of their own: a damaged header is mended if any of them is whole.
+        Records have checks of their own, so a damaged header is repaired if any record is valid.
         """
         header = self._read(fd, 0, RECORD_BYTES).ljust(RECORD_BYTES, b"\0")
         if header == self._header:
@@ -219,9 +219,9 @@ class IndexLog:
         return scan
 
     def write(self, kept: Sequence[RecoveredBlock], sequence: int) -> None:
-        """Begin the log that is lost, with these blocks in it, oldest first: all or nothing.
+        """Write a new log in place of the lost one, with these blocks, oldest first.
 
-        Sequence numbers go on above ``sequence``.
+        Writes all or nothing. New sequence numbers begin above ``sequence``.
         """
         self._fd, self._sequence = self._begin(self._aside), sequence
         try:
@@ -235,13 +235,13 @@ class IndexLog:
     # ---- reading
 
     def _read(self, fd: int, offset: int, length: int) -> bytes:
-        """Whole records; fewer at the end of the file."""
+        """Read whole records; fewer at the end of the file."""
         buffer = memoryview(bytearray(length))
         got = self._disk.preadv(fd, [buffer], offset)
         return bytes(buffer[: got - got % RECORD_BYTES])
 
     def _scan(self, fd: int, end: int | None = None) -> _Scan:
-        """Read all records up to ``end``. Zeros all over are the space in reserve, behind it."""
+        """Read all records up to ``end``, or up to the first read of zeros: the reserved space."""
         nothing = np.empty(0, _FIELDS)
         parts = [(nothing["check"] == 0, nothing["place"], nothing["tag"])]
         sequence, offset, step = 0, RECORD_BYTES, READ_RECORDS * RECORD_BYTES
@@ -256,7 +256,7 @@ class IndexLog:
         good, place, tag = (np.concatenate(part) for part in zip(*parts, strict=True))
         at = np.where(place < 0, ~place, place)
         ours = good & (at < self._places_max)
-        # what was put last at a place is there, unless it is that which was removed after it
+        # the last put at a place counts, unless a later removal names the same key
         put, gone = np.flatnonzero(ours & (place >= 0)), np.flatnonzero(ours & (place < 0))
         last = np.full(self._places_max, -1)
         last[at[put]] = put
@@ -275,7 +275,10 @@ class IndexLog:
     def _good(
         self, slab: bytes, records: Records, before: int
     ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Which records are whole and in order behind the number ``before``; the last such one."""
+        """Return which records are undamaged and in order after the number ``before``.
+
+        Also returns the highest number so far.
+        """
         bodies = map(itemgetter(0), _BODY.iter_unpack(slab))
         digests = map(xxh3_64_intdigest, bodies, repeat(self._seed))
         whole = np.fromiter(digests, np.uint64, len(records)) == records["check"]
@@ -286,7 +289,7 @@ class IndexLog:
         return numbers[1:] > highest[:-1], int(highest[-1])
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
-        """The records of what is stored, oldest first."""
+        """Yield the records of the stored blocks, oldest first."""
         for start in range(0, len(scan.live), READ_RECORDS):
             live = scan.live[start : start + READ_RECORDS]
             if live.any():
@@ -297,21 +300,18 @@ class IndexLog:
     # ---- writing
 
     def number(self, count: int) -> int:
-        """The first of ``count`` new sequence numbers, none of which is given out again.
-
-        Never waits for the disk.
-        """
+        """Reserve ``count`` new sequence numbers and return the first; never wait for the disk."""
         with self._numbers:
             first = self._sequence + 1
             self._sequence += count
             return first
 
     def put(self, blocks: Sequence[Write | RecoveredBlock]) -> None:
-        """Tell that these are stored: all of it counts from then on, or nothing."""
+        """Record that these blocks are stored; after an error, the next append overwrites this."""
         self._append([(one.key, one.place, one.facts) for one in blocks])
 
     def remove(self, blocks: Sequence[Ref | RecoveredBlock]) -> None:
-        """Tell that these are not stored any more: all of it counts from then on, or nothing."""
+        """Record that these blocks are removed; after an error, the next append overwrites this."""
         self._append([(one.key, ~one.place, NO_FACTS) for one in blocks])
 
     def _append(self, blocks: Sequence[tuple[BlockKey, int, Facts]]) -> None:
@@ -320,7 +320,7 @@ class IndexLog:
             records = bytearray()
             for number, (key, place, facts) in enumerate(blocks, self.number(len(blocks))):
                 end_s = NEVER_S
-                if facts.expires_wall_s is not None:  # rounded down: it may go early, not late
+                if facts.expires_wall_s is not None:  # rounded down: early is allowed, late is not
                     end_s = max(0, min(int(facts.expires_wall_s), NEVER_S - 1))
                 low = facts.terms << 14 | facts.floor << 7 | facts.priority
                 record = _RECORD.pack(0, number << LOW_BITS | low, end_s, place, facts.salt, key)
@@ -330,8 +330,8 @@ class IndexLog:
             self._reserved = max(self._reserved, self._end)
 
     def reserve(self, places: int) -> None:
-        """Preallocate for so many places: a disk that fills up later does not stop the log."""
-        records = 1 + 2 * places + self._slack + READ_RECORDS  # before it is compacted
+        """Preallocate space for this many places, so that a full disk does not stop the log."""
+        records = 1 + 2 * places + self._slack + READ_RECORDS  # the most before a compaction
         with self._lock:
             self._extend(RECORD_BYTES * records)
 
@@ -342,15 +342,15 @@ class IndexLog:
             self._reserved = end
 
     def is_long(self, blocks: int) -> bool:
-        """Whether the log of so many stored blocks has so many dead records as to be compacted."""
+        """Return whether a log of ``blocks`` places has enough dead records to be compacted."""
         records = self._end // RECORD_BYTES - 1
         return records > max(2 * blocks + self._slack, self._compact_above)
 
     def compact(self, stopped: Callable[[], bool]) -> None:
-        """Write the live records aside and put them in the log's place; appends go on meanwhile.
+        """Replace the log by its live records, written aside; appends continue meanwhile.
 
-        Where that fails, e.g. on a full disk, they are written over the log's start instead: a
-        crash before the end of that makes the tier forget, no more.
+        If that fails, e.g. on a full disk, write the live records over the log's start instead. A
+        crash during that makes the tier forget blocks, but does no other harm.
         """
         with self._lock:
             assert self._fd is not None
@@ -379,18 +379,18 @@ class IndexLog:
                 self._disk.rename(self._aside, self.path)
                 reserved = self._reserved
                 self._fd, self._end, self._reserved, fd = fd, end, end, old
-                with suppress(OSError):  # then the next append says that the disk is full
+                with suppress(OSError):  # if the disk is full, a later append reports it
                     self._extend(reserved)
         finally:
             self._disk.close(fd)
 
     def _follow(self, old: int, fd: int, start: int, end: int) -> int:
-        """Copy what was appended to ``old`` since, as it is; returns the new end."""
+        """Copy the records appended to ``old`` since ``start``; return the new log's end."""
         records = self._read(old, start, self._end - start)
         if len(records) < self._end - start:
             raise OSError("the end of the log cannot be read")
         write_all(self._disk, fd, records, end)
-        if records:  # a removal that was synced before must not be lost with the old log
+        if records:  # a removal already synced to the old log must not be lost with it
             self._disk.fsync(fd)
         return end + len(records)
 
@@ -404,18 +404,18 @@ class IndexLog:
     # ---- end
 
     def sync(self) -> None:
-        """Make what was appended, and the name of the log, survive a power cut."""
+        """Make the appended records and the log's name survive a power cut."""
         self.flush()
         sync_directory(self._disk, self.path.parent)
 
     def flush(self) -> None:
-        """Make the log survive a power cut."""
+        """Make the appended records survive a power cut."""
         with self._lock:
             if self._fd is not None:
                 self._disk.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file; nothing is under way."""
+        """Close the file. No call may be running."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._disk.close(fd)

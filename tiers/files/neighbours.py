@@ -1,4 +1,4 @@
-"""The fields of a namespace, kept beside its blocks, and what other namespaces hold there."""
+"""Stores the fields of a namespace beside its blocks, and reports the other namespaces there."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ MAGIC = "kvladder fields"
 VERSION = 1
 BYTES_MAX = 1 << 20
 NEIGHBOURS_MAX = 64
-"""Directories whose fields are read, those used last."""
+"""Most directories with fields to read; the most recently used ones are read."""
 
 
 class Neighbours(NamedTuple):
-    """What other namespaces hold below a path."""
+    """The other namespaces below a path, and the most similar one of them."""
 
     namespaces: int
     bytes: int
-    """Of their segments."""
+    """Bytes of their segments."""
     nearest: str
-    """What differs from the nearest of them; empty if nothing is known of any."""
+    """Differences to the most similar namespace; empty if the fields of none are known."""
     is_alike: bool
-    """Whether that one may be what this namespace was before a change."""
+    """True if that namespace may be this one before a change."""
 
 
 def keep_fields(
     disk: Disk, home: Path, fields: Mapping[str, str], say: Callable[[str], object]
 ) -> None:
-    """Keep the fields of a namespace in its directory, all of them or none; a failure is said."""
+    """Store the fields of a namespace in its directory, all or nothing; ``say`` a failure."""
     if not fields:
         return
     path = home / FIELDS_NAME
@@ -63,7 +63,7 @@ def keep_fields(
 def neighbours(
     disk: Disk, home: Path, fields: Mapping[str, str], say: Callable[[str], object]
 ) -> Neighbours:
-    """Look at the other namespaces beside ``home``; files that are damaged are said and ignored."""
+    """Return what is known of the other namespaces beside ``home``; ``say`` damaged files."""
     mine = home_number(home.name)
     found = [one for one in leases(disk, home.parent) if home_number(one.home.name) != mine]
     others = [one for one in found if _prefix(one.home) != _prefix(home)]
@@ -78,7 +78,7 @@ def neighbours(
 
 
 def compared(disk: Disk, path: Path, say: Callable[[str], object]) -> dict[str, str]:
-    """By directory below a path, what differs from the one that was used last."""
+    """Return, for each directory below a path, how it differs from the most recently used one."""
     known = list(_known(disk, leases(disk, path), say))
     told: dict[str, str] = {}
     for lease, fields in known[1:]:
@@ -90,7 +90,7 @@ def compared(disk: Disk, path: Path, say: Callable[[str], object]) -> dict[str, 
 
 
 def told_of(found: Neighbours, *, cold: bool) -> dict[str, str]:
-    """What of it stands in a tier's description."""
+    """Return the entries for ``Tier.describe``; ``cold`` if the tier began without blocks."""
     told: dict[str, str] = {}
     if found.namespaces:
         word = "namespace" if found.namespaces == 1 else "namespaces"
@@ -108,7 +108,7 @@ def _prefix(home: Path) -> str:
 def _known(
     disk: Disk, found: list[Lease], say: Callable[[str], object]
 ) -> Iterator[tuple[Lease, dict[str, str]]]:
-    """Directories of which the fields are known, that used last first."""
+    """Yield the directories with known fields, the most recently used one first."""
     for lease in reversed(found[-NEIGHBOURS_MAX:]):
         path = lease.home / FIELDS_NAME
         try:
@@ -122,7 +122,13 @@ def _known(
 
 
 def _read(disk: Disk, path: Path) -> bytes | None:
-    """The file as it is, None if there is none; ValueError if it is not one of ours."""
+    """Return the content of the file, or None if there is none.
+
+    Raises
+    ------
+    ValueError
+        The file is damaged, not safe to use, or cannot be read.
+    """
     try:
         require_safe(disk, path, directory=False)
         data = read_file(disk, path, BYTES_MAX)
@@ -138,7 +144,7 @@ def _read(disk: Disk, path: Path) -> bytes | None:
 
 
 def _fields(data: bytes) -> dict[str, str] | None:
-    """The fields in a whole file; None if a newer version wrote it."""
+    """Return the fields in an undamaged file; None if another version of kvladder wrote it."""
     try:
         found: object = json.loads(data.partition(b"\n")[0])
     except (ValueError, RecursionError):

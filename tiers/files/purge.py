@@ -1,4 +1,4 @@
-"""Overwrites what forgotten blocks left, and purges directories that no engine uses."""
+"""Overwrites the bytes of forgotten blocks, and purges directories that no engine uses."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ STEP_PLACES = 256
 
 
 class Remnant(NamedTuple):
-    """Bytes at a place that are of no block that is stored there."""
+    """Bytes at a place that belong to no block stored there."""
 
     place: int
     start: int
-    """Where they begin, counted from the header: 0, or behind a block that fills a part only."""
+    """Offset of the first such byte from the header: 0, or the end of a block that stays."""
 
 
 class Eraser:
     """Finds remnants and writes zeros over them. All methods block and raise OSError.
 
-    They may run in several threads at once, each on places of its own, while nothing is put there.
+    Several threads may call them at once, each for places of its own. No block may be put there
+    meanwhile.
     """
 
     def __init__(self, disk: Disk, segments: Segments, space: Namespace) -> None:
@@ -57,30 +58,32 @@ class Eraser:
         tags: Sequence[int],
         sure: Sequence[int] | None = None,
     ) -> list[Remnant]:
-        """Remnants of blocks of ``salt``, None for all, and those of which it is not known whose.
+        """Return the remnants of blocks of ``salt``, and all remnants of unknown owner.
 
-        ``tags`` are, by place, of the blocks that are stored, 0 where none is. What belongs to
-        another salt stays if it is whole. Whose bytes others are nobody knows: behind no header, a
-        damaged one, or one that a write left that was cut short, and behind a block that does not
-        fill its slot. Places that are ``sure`` need not be compared with their headers.
+        A salt of None stands for all salts. Undamaged blocks of other salts stay. The owner of
+        bytes is unknown after a missing or damaged header, after the header of an unfinished
+        write, and behind a block that does not fill its slot.
+
+        ``tags`` holds, for each place, the tag of the stored block, or 0. Places that are ``sure``
+        are not compared with their headers.
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[Remnant] = []
         for place in places:
             try:
                 self._read(place, 0, page)
-            except FileNotFoundError:  # a segment between others was never needed
+            except FileNotFoundError:  # this segment was never allocated
                 continue
             block = self._told(page)
             is_sure = sure is not None and bool(sure[place])
             start = 0
             if block is None:
-                # nobody knows whose it is: it goes, unless nothing was ever written there
+                # the owner is unknown: erase it, unless nothing was ever written there
                 rest = not is_sure and self._is_written(place, HEADER_BYTES)
                 if not (tags[place] or rest or not _is_zero(page)):
                     continue
             else:
-                # what is stored, or another salt's, stays if it is whole; what lies behind it goes
+                # an undamaged block that is stored or of another salt stays; bytes behind it go
                 is_stored = tags[place] == tag_of(block.key)
                 stays = is_stored or salt not in {None, block.facts.salt}
                 if stays and (is_sure or self._is_whole(place, block, is_stored=is_stored)):
@@ -91,27 +94,30 @@ class Eraser:
         return found
 
     def _told(self, page: memoryview) -> LabelFields | None:
-        """What is stored behind a header; None if that is damaged, or no block of ours."""
+        """Return the label in a header; None if it is damaged or of another namespace."""
         block = told(page[:LABEL_BYTES])
         if block is None or block.namespace != self._space:
             return None
         return block if HEADER_BYTES + block.length <= self._stride else None
 
     def _is_whole(self, place: int, block: LabelFields, *, is_stored: bool) -> bool:
-        """Whether the bytes behind a header are those that it was written with.
+        """Return whether the bytes behind a header match its checksum.
 
-        Of a block without a checksum that cannot be told: it is believed if it ``is_stored``.
+        A block without a checksum counts as whole if it ``is_stored``.
         """
         if not block.checksum:
             return is_stored
         return block.is_of(self._pieces(place, HEADER_BYTES, HEADER_BYTES + block.length))
 
     def _is_written(self, place: int, start: int) -> bool:
-        """Whether there is anything at a place from ``start`` on."""
+        """Return whether a place has any byte other than zero from ``start`` on."""
         return not all(map(_is_zero, self._pieces(place, start, self._stride)))
 
     def _pieces(self, place: int, start: int, end: int) -> Iterator[memoryview]:
-        """The bytes of a place from ``start``, which is aligned, to ``end``; each is read anew."""
+        """Yield the bytes of a place from ``start`` to ``end``, in one buffer that is reused.
+
+        ``start`` must be aligned to pages.
+        """
         if start < end:
             piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, align(end - start))))
             for at in range(start, end, len(piece)):
@@ -124,15 +130,15 @@ class Eraser:
         into[got:] = bytes(len(into) - got)
 
     def wipe(self, remnant: Remnant) -> None:
-        """Write zeros over it, but for a header: as long as that stands, the rest is found."""
+        """Write zeros over a remnant except its header, so that ``find`` finds unfinished ones."""
         fd, offset = self._segments.locate(remnant.place)
         for at in range(max(remnant.start, HEADER_BYTES), self._stride, PIECE_BYTES):
             write_all(self._disk, fd, self._zeros[: self._stride - at], offset + at)
 
     def finish(self, remnants: Sequence[Remnant]) -> None:
-        """Have what was wiped survive a power cut, then write zeros over the headers, too.
+        """Make the wiped bytes survive a power cut, then write zeros over the headers, too.
 
-        In this order, so that whoever is cut short leaves a header that tells the next of the rest.
+        In this order, a purge that is interrupted leaves headers, and the next one finds the rest.
         """
         self._sync(remnants)
         whole = [remnant for remnant in remnants if remnant.start == 0]
@@ -151,13 +157,13 @@ def _is_zero(data: memoryview) -> bool:
 
 
 class Purged(NamedTuple):
-    """What came of a purge of one directory."""
+    """The result of purging one directory."""
 
     namespace: str
     removed: int
-    """Blocks that the index named."""
+    """Number of removed blocks that the index named."""
     erased: int
-    """Blocks that were overwritten, those that were forgotten before among them."""
+    """Number of overwritten blocks, including blocks forgotten before."""
 
 
 def purge_files(
@@ -171,7 +177,7 @@ def purge_files(
 ) -> list[Purged]:
     """Remove blocks from a path for good, and write zeros over their bytes; blocking.
 
-    When it returns, no power cut brings anything back. If it does not, it can be called again.
+    After it returns, no power cut brings any of them back. If it fails, it may be called again.
 
     Parameters
     ----------
@@ -180,25 +186,25 @@ def purge_files(
     path:
         The tier's path, with a directory for each namespace and process.
     space:
-        Whose blocks; None for every namespace that is there.
+        Namespace of the blocks; None for every namespace there.
     salt:
-        Those of requests with this cache salt; None for all, and for the files themselves.
+        Cache salt of the blocks; None for all blocks, and to remove the files, too.
     progress:
-        Told how many places have been looked at, of how many.
+        Called with the number of places checked so far, and of all places.
     others:
-        Processes, by their ids, that have purged the directories that they have.
+        Ids of processes that have already purged the directories that they own.
 
     Raises
     ------
     ConfigError
-        A directory cannot be used, is a running engine's, or was written by a newer version; then
-        nothing has been done.
+        A directory cannot be used, belongs to a running engine, or was written by another version
+        of kvladder. Running engines and versions are checked before any block is removed.
     """
     try:
         with explained(path):
             try:
                 require_safe(disk, path, directory=True)
-            except FileNotFoundError:  # nothing was ever stored there
+            except FileNotFoundError:  # no block was ever stored there
                 return []
             with at_rest(disk, path, space, others) as taken:
                 return [_purge(disk, directory, salt, progress) for directory in taken]
@@ -207,7 +213,7 @@ def purge_files(
 
 
 def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Progress) -> Purged:
-    """Purge a directory that was taken."""
+    """Purge a directory that this process has taken."""
     meta = read_meta(disk, directory.home)
     assert isinstance(meta, DirectoryMeta), (
         "it was read a moment ago, and nobody else has the directory"
@@ -238,7 +244,10 @@ def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Pr
 
 
 def _forget(store: FileStore, digest: bytes | None) -> int:
-    """Have the index log name them no more, for good; where it is lost, headers tell."""
+    """Remove the blocks of a salt digest, or all, from the index log; return their number.
+
+    The removal survives a power cut. A lost log names no blocks: then the headers name them.
+    """
     with closing(store.log):
         store.load(anew=False)
         gone = [one for one in kept_of(store.found.records) if digest in {None, one.facts.salt}]

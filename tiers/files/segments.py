@@ -1,4 +1,4 @@
-"""Segment files: fixed slots for blocks, preallocated a file at a time."""
+"""Segment files: fixed slots for blocks, preallocated one file at a time."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ from kvladder.tiers.label import LABEL_BYTES, Read, Write
 B = TypeVar("B", Read, Write)
 
 PIECE_BYTES = 2 << 20
-"""About how much one call reads or writes: large enough for any device, small enough to share."""
+"""Most bytes per call, if not one block has more: enough for full speed, few enough to share."""
 SKIP_BYTES = 64 << 10
-"""What a block leaves free of its slot is left out if it is this much: it costs a call."""
+"""Fewest unused bytes at a slot's end that are skipped; skipping ends the run, at the cost of a
+further call."""
 PIECE_BLOCKS_MAX = 128
-"""Blocks per call: two buffers each, and IOV_MAX is 1024."""
+"""Most blocks per call: each needs two buffers, and IOV_MAX is 1024."""
 
 
 class Segments:
     """Reads and writes runs of blocks at adjacent places, header and payload in one call.
 
-    All methods block and, but for ``find`` and ``close``, may run in several threads at once, each
-    on places of its own. They raise OSError.
+    All methods block and raise OSError. Except ``find`` and ``close``, they may run in several
+    threads at once, each on places of its own.
 
     Parameters
     ----------
     directory:
-        Whose ``home`` the files are in; what no process uses gives way.
+        The directory with the files in its ``home``. To make room, it drops segments not in use.
     meta:
-        How places become addresses.
+        Layout of the files, which maps places to addresses.
     budget_bytes:
-        Of all segments below the tier's path: its capacity.
+        Most bytes of all segments below the tier's path: its capacity.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Segments:
         self._lock = threading.Lock()
         self._scratch = threading.local()
         self._short = array("I")
-        """By place: pages of a slot that are in use, 0 if all are or that is not known."""
+        """For each place: number of slot pages in use, or 0 if all are or it is not known."""
 
     # ---- space
 
     def find(self) -> None:
-        """Find the segments that are there, and cut off what is above the capacity."""
+        """Find the existing segments, and truncate or remove those above the capacity."""
         home = self._directory.home
         for segment, size in segment_sizes(self._disk, home).items():
             limit = self.meta.size(segment)
@@ -85,7 +86,7 @@ class Segments:
             self._sizes[segment] = min(size, limit)
 
     def there(self, places: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which places have space on the disk."""
+        """Return which places have space on the disk."""
         counts = np.zeros(self.meta.capacity_blocks // self.meta.segment_places + 1, np.int64)
         for segment, size in self._sizes.items():
             counts[segment] = size // self.meta.stride
@@ -95,35 +96,46 @@ class Segments:
 
     @property
     def end(self) -> int:
-        """All places that have space on the disk are below it."""
+        """One more than the highest place that has space on the disk."""
         last = max(self._sizes, default=0)
         places = self._sizes.get(last, 0) // self.meta.stride
         return last * self.meta.segment_places + places
 
     @property
     def count(self) -> int:
-        """How many places have space on the disk."""
+        """Number of places that have space on the disk."""
         return sum(size // self.meta.stride for size in self._sizes.values())
 
     def missing(self, writes: Iterable[Write]) -> list[int]:
-        """Segments that some of these need and that are not preallocated yet."""
+        """Return the segments that these writes need and that are not preallocated yet."""
         segments = {write.place // self.meta.segment_places for write in writes}
         return sorted(s for s in segments if self._sizes.get(s, 0) < self.meta.size(s))
 
     def make_room(self, more_bytes: int = 0) -> None:
-        """Have segments that no process uses give way to these; in the directory's ``exclusive``.
+        """Drop segments that no process uses until this tier's segments fit into the budget.
 
-        ``Lent`` if that is not enough.
+        Call it in the directory's ``exclusive``.
+
+        Raises
+        ------
+        Lent
+            They do not fit: the other segments are in use.
         """
         total = sum(self._sizes.values()) + more_bytes
         if not self._directory.make_room(total, self._budget_bytes):
             raise Lent(errno.ENOSPC, "other processes have the rest of the capacity")
 
     def allocate(self, segments: Sequence[int]) -> None:
-        """Preallocate segments.
+        """Preallocate segments; if there is no room, first drop segments that no process uses.
 
-        What no process uses gives way first. ENOSPC if there is still no room, ``Lent`` if that is
-        because other processes have it: what was there before stays as it was.
+        A segment that cannot grow keeps the size that it had before.
+
+        Raises
+        ------
+        Lent
+            Other processes use the rest of the capacity.
+        OSError
+            ENOSPC if the disk is still full.
         """
         with self._lock, self._directory.exclusive():
             for segment in segments:
@@ -151,7 +163,7 @@ class Segments:
         self._sizes[segment] = wanted
 
     def probe_direct(self, log: Path) -> bool:
-        """Whether the file system allows O_DIRECT with our alignment: by a segment, or the log."""
+        """Return whether O_DIRECT works with our alignment: try it on a segment or the log."""
         there = min((segment for segment, size in self._sizes.items() if size), default=None)
         path = log if there is None else segment_file(self._directory.home, there)
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
@@ -166,11 +178,11 @@ class Segments:
     # ---- blocks
 
     def runs(self, blocks: Sequence[B], parts: int) -> Iterator[list[B]]:
-        """Blocks grouped into runs of adjacent places, ``parts`` or more.
+        """Yield the blocks in runs of adjacent places, in ``parts`` runs or more if possible.
 
-        A run is within one segment and at most ``PIECE_BYTES`` or one block long; the first ones
-        are shorter, so that the disk has something to do early. A block that does not fill its
-        slot is the last of its run.
+        A run lies within one segment and has at most ``PIECE_BYTES``, or one block. The first runs
+        are shorter, so that the disk gets work early. A block that does not fill its slot is the
+        last of its run.
         """
         share = min(PIECE_BYTES, len(blocks) * self._slot_bytes // parts)
         most = min(PIECE_BLOCKS_MAX, max(1, share // self._slot_bytes))
@@ -195,7 +207,7 @@ class Segments:
             yield run
 
     def expect(self, writes: Iterable[Write]) -> None:
-        """These are about to be written: ``runs`` has to know how much of a slot each fills."""
+        """Note how much of its slot each block fills; ``runs`` needs this before a write."""
         for write in writes:
             used = align(write.length)
             pages = used // PAGE_BYTES if self._slot_bytes - used >= SKIP_BYTES else 0
@@ -205,12 +217,12 @@ class Segments:
                 self._short[write.place] = pages
 
     def _used(self, place: int) -> int:
-        """How many bytes of the slot at ``place`` have to be read or written."""
+        """Return how many bytes of the slot at ``place`` must be read or written."""
         pages = self._short[place] if self._short else 0
         return pages * PAGE_BYTES or self._slot_bytes
 
     def write(self, run: Sequence[Write], sequence: int) -> None:
-        """Store blocks at adjacent places; their sequence numbers are ``sequence`` and on."""
+        """Store blocks at adjacent places, with sequence numbers from ``sequence`` upwards."""
         fd, offset = self.locate(run[0].place)
         buffers = self._buffers("write", run)
         for number, write in enumerate(run):
@@ -224,7 +236,10 @@ class Segments:
             done += whole
 
     def read(self, run: Sequence[Read]) -> list[bool | OSError]:
-        """Fill the slots of blocks at adjacent places: whether each is right, or what failed."""
+        """Fill the slots of blocks at adjacent places.
+
+        Returns, for each block, whether it passes ``Read.check``, or the error of its read.
+        """
         try:
             fd, offset = self.locate(run[0].place)
         except FileNotFoundError:
@@ -241,7 +256,7 @@ class Segments:
             except OSError as error:
                 if step == 1:
                     results.append(error)
-                step = 1  # find out which of them it is
+                step = 1  # read one by one to find the block that fails
                 continue
             whole = self._whole(part, moved)
             for read, page in zip(part[:whole], buffers[::2], strict=False):
@@ -253,9 +268,9 @@ class Segments:
         return results
 
     def _buffers(self, use: str, run: Sequence[B]) -> list[memoryview]:
-        """Of each block a header page, of this thread's own and zero behind what is written there.
+        """Return two buffers for each block: a header page, and the used part of its slot.
 
-        And what of the block's slot has to be read or written.
+        The header pages belong to this thread and are zero after the header.
         """
         pages: memoryview | None = getattr(self._scratch, use, None)
         if pages is None:
@@ -268,19 +283,19 @@ class Segments:
         return buffers
 
     def _whole(self, run: Sequence[B], moved: int) -> int:
-        """How many leading blocks of ``run`` are in the first ``moved`` bytes of it."""
+        """Return how many leading blocks of ``run`` are complete after ``moved`` bytes."""
         missing = self._slot_bytes - self._used(run[-1].place)
         complete = moved == len(run) * self.meta.stride - missing
         return len(run) if complete else moved // self.meta.stride
 
     def headers(self, places: Iterable[int], late: Callable[[], bool]) -> list[Header] | None:
-        """What the headers at these places tell of blocks that belong there; None if ``late``."""
+        """Return the valid headers of blocks that belong to these places; None if ``late()``."""
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[Header] = []
         for place in places:
             if late():
                 return None
-            with suppress(OSError):  # then it is not known what lies there
+            with suppress(OSError):  # an unreadable header is skipped, and its block is lost
                 fd, offset = self.locate(place)
                 if self._disk.preadv(fd, [page], offset) == HEADER_BYTES:
                     header = read_header(page)
@@ -290,7 +305,7 @@ class Segments:
         return found
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Descriptor and offset of a place's header."""
+        """Return the descriptor and the offset of a place's header."""
         segment, number = divmod(place, self.meta.segment_places)
         fd = self._fds.get(segment)
         if fd is None:
@@ -303,6 +318,6 @@ class Segments:
         return fd, number * self.meta.stride
 
     def close(self) -> None:
-        """Close the files; no call is under way."""
+        """Close the files. No call may be running."""
         while self._fds:
             self._disk.close(self._fds.popitem()[1])

@@ -1,4 +1,4 @@
-"""What a files tier has open: its directory, its segments and its index log, in step."""
+"""The open files of a files tier: directory, segments and index log, kept consistent."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from kvladder.tiers.files.tier import FilesOptions
 
 SEGMENTS_MIN = 16
-"""A segment is at most this part of the capacity: another model's first block takes a whole one."""
+"""Fewest segments per capacity: the first block of another model takes a whole segment."""
 LOG_SLACK_RECORDS = 4096
 
 
 class FileStore:
-    """The open files of a directory that this process has; all methods block and raise OSError.
+    """The open files of a directory that this process owns; all methods block and raise OSError.
 
     Parameters
     ----------
     budget_bytes:
-        Of all segments below the tier's path.
+        Most bytes of all segments below the tier's path.
     slack_records:
-        How many dead records the index log may have before it is compacted.
+        Number of dead records that the index log may always have; compaction begins above it.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class FileStore:
         slack_records: int,
         segments_min: int,
     ) -> FileStore:
-        """Take a directory below the path, read its index log, preallocate the first segment.
+        """Take a directory below the path, read its index log, and preallocate the first segment.
 
-        On a full disk, the blocks that are already there are served.
+        On a full disk, the store still serves the blocks that are already there.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class FileStore:
                     disk, directory, meta, budget_bytes=budget_bytes, slack_records=slack_records
                 )
                 undo.callback(store.close)
-                with suppress(Lent):  # there may be room later
+                with suppress(Lent):  # other processes may give up segments later
                     store.segments.make_room()
                 with store._tolerant(directory.has_meta):
                     directory.write(meta)
@@ -108,7 +108,7 @@ class FileStore:
 
     @contextmanager
     def _tolerant(self, is_enough: bool = True) -> Generator[None]:
-        """Go on without room on a full disk if there are blocks to serve without it."""
+        """Ignore a full disk if ``is_enough`` and there are segments to serve blocks from."""
         try:
             yield
         except OSError as error:
@@ -116,9 +116,10 @@ class FileStore:
                 raise
 
     def load(self, *, anew: bool) -> None:
-        """Read the index log, and forget what is at places that are gone.
+        """Read the index log, and forget blocks at places that no longer exist.
 
-        Segments may have given way while nobody had the directory, or be cut off.
+        Other processes may have removed segments while no process owned the directory, and a
+        smaller capacity truncates segments.
         """
         found = self.log.load(anew=anew)
         there = self.segments.there(found.records["place"])
@@ -128,10 +129,10 @@ class FileStore:
         for one in gone:
             found.tags[one.place] = 0
         self.found = found._replace(records=found.records[there])
-        """If it is lost, ``restore`` comes before anything else."""
+        """Contents of the log. If it is lost, call ``restore`` before anything else."""
 
     def _reserve(self) -> None:
-        """Preallocate room in the log for all places; on a full disk others give way to it."""
+        """Preallocate log space for all places; on a full disk, drop segments not in use."""
         while True:
             try:
                 self.log.reserve(self.segments.count)
@@ -144,7 +145,7 @@ class FileStore:
                         raise
 
     def restore(self, headers: Sequence[Header]) -> None:
-        """Begin the log anew with what the blocks' headers told."""
+        """Write a new log from the blocks' headers; of several with one key, the newest counts."""
         newest: dict[BlockKey, RecoveredBlock] = {}
         for header in sorted(headers, key=attrgetter("sequence")):
             newest.pop(header.told.key, None)
@@ -158,7 +159,13 @@ class FileStore:
             self._reserve()
 
     def _choose(self, direct: bool | None) -> None:
-        """Go around the page cache if that is wanted and possible."""
+        """Use O_DIRECT if it is wanted and possible.
+
+        Raises
+        ------
+        ConfigError
+            ``direct`` is True, and the file system does not allow O_DIRECT.
+        """
         possible = direct is not False and self.segments.probe_direct(self.log.path)
         if direct and not possible:
             raise ConfigError(
@@ -169,12 +176,12 @@ class FileStore:
         self.segments.direct = possible
 
     def allocate(self, segments: Sequence[int]) -> None:
-        """Preallocate segments, and room in the log for the blocks in them."""
+        """Preallocate segments, and log space for the blocks in them."""
         self.segments.allocate(segments)
         self._reserve()
 
     def close(self) -> None:
-        """Flush, close everything and let the next process in; nothing is under way."""
+        """Flush the log, close all files, and release the directory. No call may be running."""
         for step in (self.log.flush, self.segments.close, self.log.close, self.directory.close):
-            with suppress(OSError):  # what is not on the disk yet is forgotten after a power cut
+            with suppress(OSError):  # unflushed records are lost only in a power cut
                 step()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class BufferedPool(BlockingPool):
-    """The same threads behind aiofiles."""
+    """A ``BlockingPool`` behind aiofiles."""
 
     def begin(self, batch: CallBatch[Any], *, urgent: bool) -> asyncio.Future[Any]:
         from aiofiles.os import wrap
@@ -23,7 +23,7 @@ class BufferedPool(BlockingPool):
 
 
 class _Lane(Executor):
-    """A batch's way into a pool, as the executor that aiofiles takes."""
+    """An executor for aiofiles that queues the calls of one batch in a pool."""
 
     def __init__(self, put: Callable[[Callable[[], None]], None]) -> None:
         self._put = put

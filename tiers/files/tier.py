@@ -35,35 +35,37 @@ from kvladder.units import Size
 T = TypeVar("T")
 
 BATCH_BYTES = 128 << 20
-"""What a batch should hold for the time in which it starts and ends not to matter."""
+"""Bytes per batch, enough that the time to start and end a batch does not matter."""
 BATCH_BLOCKS_MAX = 256
 RECOVER_BLOCKS = 512
-"""Few enough for the collector of garbage not to take them for old: it would go through all."""
+"""Blocks per batch of ``recover``: few, so that Python's garbage collector does not count them as
+old objects and scan all of those."""
 RESTORE_S = 20.0
-"""How long the start may take longer to find blocks whose index log is lost."""
+"""Seconds that a start may spend on finding blocks by headers if the index log is lost."""
 HEADERS = 256
-"""Headers that one call reads then."""
+"""Headers that one call reads during this search."""
 ERASE_PLACES = 1024
-"""Places whose headers are read at a time to find what is to be erased; a batch, if blocks are."""
+"""Places that one step of ``erase`` looks at. At most ``batch_max`` blocks are read whole."""
 CLOSE_TIMEOUT_S = 2.0
 
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
 
 
 class FilesOptions(Settings, frozen=True, kw_only=True):
-    """What a configuration says about a files tier."""
+    """Options of a files tier."""
 
     path: str
-    """Its directory; made if only the last part is missing. Each process has its own below it."""
+    """Directory of the tier, created if only its last part is missing. Each process has a
+    directory of its own in it."""
     direct: bool | None = None
-    """Whether to go around the page cache with O_DIRECT; by default where the disk allows it."""
+    """True to bypass the page cache with O_DIRECT, None to do so if the file system allows it."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 8
-    """How many calls the disk is given at once."""
+    """Number of calls that the disk gets at once."""
     segment: Size = Size(256 << 20)
-    """How much is preallocated at a time, at most a sixteenth of the capacity; more where that
-    would make too many files."""
+    """Bytes preallocated at a time, at most a sixteenth of the capacity. More if there would be
+    too many files otherwise."""
     engines: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 1
-    """How many engines are to use the path at once: each may take this part of the capacity."""
+    """Number of engines that use the path at once; each may take an equal part of the capacity."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -75,10 +77,10 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
 
 
 class FilesTier(Tier):
-    """Blocks in preallocated segment files, addressed by their places.
+    """Stores blocks in preallocated segment files, addressed by their places.
 
-    The tier keeps five bytes a block in memory. What it reads is compared with the label that was
-    written with it: a torn, flipped, truncated or misplaced block is a miss.
+    The tier keeps five bytes per block in memory. It compares each block that it reads with the
+    label written beside it: a torn, altered, truncated or misplaced block is a miss.
 
     Parameters
     ----------
@@ -89,9 +91,9 @@ class FilesTier(Tier):
     pool:
         Another way to run blocking calls, for tests.
     log_slack_records:
-        How many dead records the index log may have before it is compacted.
+        Number of dead records that the index log may always have; compaction begins above it.
     segments_min:
-        How many segments a capacity has at least, as far as it has so many blocks.
+        Fewest segments for the capacity, unless it has fewer blocks.
     """
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
@@ -117,12 +119,12 @@ class FilesTier(Tier):
         self._store: FileStore | None = None
         self._neighbours = Neighbours(0, 0, "", False)
         self._cold = False
-        """Whether nothing was found at the start."""
+        """True if no blocks were found at the start."""
         self._compacting: asyncio.Task[Any] | None = None
         self._tags = array("I")
-        """By place: some bytes of the key that is stored there, 0 if none is."""
+        """For each place: the tag of the key that is stored there, or 0."""
         self._sure = bytearray()
-        """By place: whether what lies there is what its header says, since this process knows."""
+        """For each place: 1 if this process knows that the bytes there match their header."""
         self._closing = False
 
     async def examine(
@@ -146,7 +148,7 @@ class FilesTier(Tier):
                 kind = BlockingPool if self._store.segments.direct else BufferedPool
                 self._pool = kind(self.options.threads, "kvladder-files")
             await self._restore(self._store)
-        except Exception:  # it is opened again later, and must find its directory free then
+        except Exception:  # the level opens it again later, and its directory must be free then
             store, self._store = self._store, None
             await context.run_blocking(store.close)
             raise
@@ -157,11 +159,14 @@ class FilesTier(Tier):
             self._disk, self.options, self.context, slack_records=slack, segments_min=least
         )
         context, home = self.context, store.directory.home
-        with suppress(OSError):  # what else lies there is good to know, no more
+        with suppress(OSError):  # this is only a report
             self._neighbours = neighbours(self._disk, home, context.fields, context.say)
 
     async def _restore(self, store: FileStore) -> None:
-        """Where the index log is lost, find the blocks by their headers, as far as time allows."""
+        """Set up the tables of places; if the index log is lost, first find blocks by headers.
+
+        The search ends after ``RESTORE_S``; blocks not found by then are lost.
+        """
         home = store.directory.home
         if store.found.lost:
             clock = self.context.clock
@@ -207,7 +212,10 @@ class FilesTier(Tier):
     async def _run(
         self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False
     ) -> list[T | OSError]:
-        """Run jobs in the threads; an OSError is a result, so that one does not hide the rest."""
+        """Run jobs in the threads and return their results, in order.
+
+        An OSError is a result, too, so that one failure does not hide the other results.
+        """
 
         def attempt(job: Callable[[], T]) -> T | OSError:
             try:
@@ -223,10 +231,14 @@ class FilesTier(Tier):
             raise TierError("the files tier is closed", temporary=False) from error
 
     async def _must(self, jobs: Sequence[Callable[[], T]], *, put: bool = False) -> list[T]:
-        """Run jobs in the threads.
+        """Run jobs in the threads and return their results, in order.
 
-        If any fails, TierError, or TierFull if a ``put`` has no room: whatever else has none is
-        tried again after a while, as after any other failure.
+        Raises
+        ------
+        TierFull
+            A job of a ``put`` found no room.
+        TierError
+            Any other failure, also a job without room that is not of a ``put``.
         """
         results = await self._run(jobs)
         _raise_if_failed(results, put=put)
@@ -244,7 +256,7 @@ class FilesTier(Tier):
             for read, result in zip(run, results, strict=True):
                 if isinstance(result, OSError):
                     failures.append(result)
-                elif not self._holds(read):  # removed meanwhile, and perhaps erased: no damage
+                elif not self._holds(read):  # removed meanwhile, perhaps erased: not damaged
                     read.came(b"", 0)
                 elif result:
                     right.add(read.place)
@@ -276,7 +288,7 @@ class FilesTier(Tier):
         for ref in blocks:
             if self._holds(ref):
                 self._tags[ref.place] = 0
-        # also what is not there: it may have been left in the log by a write that failed
+        # also blocks that are not there: a failed write may have left them in the log
         await self._must([partial(store.log.remove, blocks)])
         self._compact_if_due()
 
@@ -300,11 +312,11 @@ class FilesTier(Tier):
             yield kept
 
     def _once(self, kept: Sequence[RecoveredBlock], seen: set[BlockKey]) -> list[RecoveredBlock]:
-        """These without those that are in ``seen`` or come twice."""
+        """Return these blocks without those that are in ``seen`` or come twice."""
         left: dict[BlockKey, RecoveredBlock] = {}
         for one in kept:
             if one.key in seen or one.key in left:
-                self._tags[one.place] = 0  # nobody will ask for it here, so it is to be erased
+                self._tags[one.place] = 0  # the level will not know it, so ``erase`` may wipe it
             else:
                 left[one.key] = one
         return list(left.values())
@@ -324,7 +336,7 @@ class FilesTier(Tier):
         left = [one for part in found for one in part]
         now = left[: self.batch_max]
         whole = [one.place for one in now if one.start == 0]
-        for place in whole:  # what is damaged is not stored any more
+        for place in whole:  # a damaged block no longer counts as stored
             self._tags[place] = 0
         await self._must([partial(eraser.wipe, one) for one in now])
         await self._must([partial(eraser.finish, now)])
@@ -337,14 +349,14 @@ class FilesTier(Tier):
         return self._tags[block.place] == tag_of(block.key)
 
     def _compact_if_due(self) -> None:
-        """Have the index log compacted in the background if most of it is dead."""
+        """Compact the index log in the background if it has too many dead records."""
         store, task = self._opened(), self._compacting
         if (task is None or task.done()) and store.log.is_long(store.segments.count):
             compacting = self._compact(store.log)
             self._compacting = asyncio.create_task(compacting, name="kvladder-compact")
 
     async def _compact(self, log: IndexLog) -> None:
-        """A failure is not worth an error: the log stays as it is, and is tried again later."""
+        """Compact the log. After a failure the log stays as it is, and a later call tries again."""
         with suppress(TierError):
             await self._run([partial(log.compact, lambda: self._closing)])
 
@@ -371,16 +383,16 @@ class FilesTier(Tier):
         if self._compacting is not None:
             await asyncio.wait({self._compacting}, timeout=CLOSE_TIMEOUT_S)
         if self._store is not None:
-            # files under a call that hangs stay open, and so stays the lock: it may still write
+            # if a call hangs, its files and the lock stay open, since it may still write
             pool = self._pool or BlockingPool(1, "kvladder-files")
             await pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
 
 
 class _Puts:
-    """A batch on its way to the disk, as jobs for several threads.
+    """Writes a batch to the disk, as jobs for several threads.
 
-    Whoever writes the last of it appends all of it to the log: a block is published after its
-    bytes are complete. If a job is left out, nothing is published.
+    The job that ends last appends the whole batch to the log, so a block is published after its
+    bytes are complete. If a job is skipped, no block of the batch is published.
     """
 
     def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
@@ -389,7 +401,7 @@ class _Puts:
         self._lock = threading.Lock()
         self._written: set[int] = set()
         self.kept: set[int] = set()
-        """Places of what is stored and published, once all jobs have run."""
+        """Places of the blocks that are stored and published, once all jobs have run."""
         self.failures: list[OSError] = []
         self.jobs: list[Callable[[], None]] = []
         number = store.log.number(len(writes))
@@ -417,7 +429,7 @@ class _Puts:
 
 
 def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:
-    """Raise a TierError if there is an OSError among ``results``."""
+    """Raise a TierError, or TierFull for ``put``, if there is an OSError among ``results``."""
     failures = [result for result in results if isinstance(result, OSError)]
     if failures:
         failure = next(filter(is_full, failures), failures[0])

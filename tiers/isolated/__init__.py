@@ -1,1 +1,1 @@
-"""Any tier in a process of its own, which maps the arena; killing it is the fence."""
+"""Runs any tier in a child process that maps the arena; killing it ends all its access to slots."""

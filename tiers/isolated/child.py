@@ -1,4 +1,4 @@
-"""The process of an isolated tier: it maps the arena, opens the tier, and serves its calls."""
+"""The child process of an isolated tier: maps the arena, opens the tier, and serves its calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ THREADS = 4
 
 
 class Child:
-    """Serves one tier to one process, by whose death it ends."""
+    """Serves one tier to its parent process, and ends when that dies."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -60,7 +60,7 @@ class Child:
         self._kept: AsyncIterator[Sequence[RecoveredBlock]] | None = None
 
     async def serve(self) -> None:
-        """Answer until the other side is gone."""
+        """Serve requests until the parent is gone."""
         while True:
             message = requests.decode(await take(self._reader))
             if isinstance(message, Cancel):
@@ -73,7 +73,7 @@ class Child:
                 task.add_done_callback(partial(self._answered, message.number))
 
     async def _answer(self, message: Request) -> bytes:
-        """Do what is asked; whatever it raises is an answer, too."""
+        """Serve one request and return the answer as a frame; an error becomes a ``Failed``."""
         try:
             answer = await self._done(message)
             answer.number = message.number
@@ -82,7 +82,7 @@ class Child:
             return frame(failure(message.number, error))
 
     def _answered(self, number: int, task: asyncio.Task[bytes]) -> None:
-        """Send the answer; a call that was cancelled before it began has one, too."""
+        """Send the answer of a call, also if the call was cancelled before it began."""
         del self._tasks[number]
         gone = Failed(number, "cancelled")
         self._writer.write(frame(gone) if task.cancelled() else task.result())
@@ -173,7 +173,7 @@ class Child:
             for ref, slot, facts, coding, replace in message.writes
         ]
         salts, fits = {write.facts.salt for write in writes}, list[bool]()
-        left = self._spare(salts)  # of which the level may not have heard, or not lately
+        left = self._spare(salts)  # the number that the level knows may be outdated
         for write in writes:
             left[write.facts.salt] -= 1
             fits.append(left[write.facts.salt] >= 0)
@@ -196,14 +196,14 @@ class Child:
 
 
 def plain(results: object) -> object:
-    """What a tier returned, as plain data; whoever called sees whether it is an answer."""
+    """Return a tier's results as plain data; the parent checks whether they are valid."""
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):
         return results
     return [one if one is None else bool(one) for one in cast("Sequence[object]", results)]
 
 
 def failure(number: int, error: BaseException) -> Failed:
-    """What a call raised, as an answer."""
+    """Return the error that a call raised, as an answer."""
     match error:
         case ConfigError():
             return Failed(number, "config", error.message, error.path, error.hint)

@@ -1,4 +1,4 @@
-"""The process of an isolated tier, as the engine's side sees it: calls, and an end that is sure."""
+"""The engine's side of an isolated tier's child process: calls to it, and its reliable end."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ R = TypeVar("R", bound=Message)
 
 CHILD = "kvladder.tiers.isolated.child"
 START_S = 60.0
-"""How long a process may take to be there, and to make and open its tier: libraries are large."""
+"""Seconds for each step of a start, construct and open; long, since libraries are large."""
 
 
 class Process:
-    """A child that serves one tier. It is dead, and waited for, before a call that it held ends.
+    """A child process that serves one tier. If it dies, its calls end only after its death.
 
-    Coroutines run on one loop, whose thread the child does not outlive.
+    All coroutines run on one loop. The child does not outlive the thread of that loop.
 
     Parameters
     ----------
     name:
-        Of the tier, for messages.
+        Name of the tier, for messages.
     abandon_s:
-        How long a cancelled call may take to end before the child is killed.
+        Seconds that a cancelled call may take to end before the child is killed.
     say:
-        Takes what the tier says by ``TierContext.say``, and what it warns of when it is examined.
+        Called with the messages of ``TierContext.say``, and with the warnings of ``Tier.examine``.
     ended:
         Called when the child is dead.
     """
@@ -71,35 +71,35 @@ class Process:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, pickled: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Start it and have it make the tier; it inherits these descriptors under their numbers.
+        """Start the child, which inherits these descriptors, and let it construct the tier.
 
-        Closing is for the caller, whatever is raised.
+        The caller must call ``aclose``, also after an error.
 
         Raises
         ------
         TierError, ConfigError
-            There can be no further process, it takes too long, or the tier cannot be made.
+            The process cannot be started, takes too long, or cannot construct the tier.
         """
         try:
             self._spawned = await Spawned.start(CHILD, descriptors)
         except OSError as error:
             raise TierError(f"a process for {self._name} cannot be started: {error}") from error
-        # nothing was awaited since there is a child: from here on it does not outlive this task
+        # nothing was awaited since the child began, so from here on this task always ends it
         self._serving = asyncio.create_task(self._serve(), name=f"kvladder-{self._name}")
         await self.call(Start(pickled=pickled), Done, limit_s=START_S)
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._spawned.pid
 
     @property
     def how(self) -> str:
-        """How it ended."""
+        """Sentence that says how the child ended."""
         return f"the process of {self._name} has ended: {self._spawned.how}"
 
     async def _serve(self) -> None:
-        """Hand out answers until the child is gone; then it is waited for, and calls fail."""
+        """Deliver answers until the child is gone; then wait for its death and fail its calls."""
         try:
             while True:
                 self._take(replies.decode(await take(self._spawned.reader)))
@@ -112,12 +112,12 @@ class Process:
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(TierError(self.how))
-                    future.exception()  # somebody may have given it up
+                    future.exception()  # marks it as seen: its caller may have abandoned it
             self._calls.clear()
             self._ended(self)
 
     def _take(self, message: Reply) -> None:
-        # what a listener raises is told by the loop, and ends neither the child nor a call
+        # the loop reports errors of these callbacks, so they end neither the child nor a call
         soon = asyncio.get_running_loop().call_soon
         if isinstance(message, Said):
             soon(self._say, message.text)
@@ -138,15 +138,16 @@ class Process:
         limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> R:
-        """Ask for something; returns the answer, which is a ``wanted``.
+        """Send a request and return its answer, which is a ``wanted``.
 
-        A call that is cancelled, or has no answer after ``limit_s``, is cancelled over there. If it
-        has not ended after ``abandon_s``, the process is killed, and the call ends when it is dead.
+        A call that is cancelled, or has no answer after ``limit_s``, is cancelled in the child. If
+        it has not ended after ``abandon_s``, the child is killed, and the call ends when the child
+        is dead.
 
         Raises
         ------
         TierError, ConfigError
-            What the tier raised; a TierError, too, if the process ends or takes too long.
+            The tier raised it. Also TierError if the child ends or takes too long.
         """
         if self._serving is None or self._serving.done() or self._spawned.writer.is_closing():
             raise TierError(f"the process of {self._name} has ended")
@@ -174,7 +175,7 @@ class Process:
         return answer
 
     async def _give_up(self, number: int, future: asyncio.Future[Reply]) -> None:
-        """Have a call end over there, in one way or the other."""
+        """End a call in the child: cancel it, and kill the child if that takes too long."""
         if not future.done() and not self._spawned.writer.is_closing():
             self._spawned.writer.write(frame(Cancel(number)))
         why = f"a call that was given up did not end within {self._abandon_s:g} s"
@@ -187,7 +188,7 @@ class Process:
             killing.cancel()
 
     async def aclose(self) -> None:
-        """Kill it, and wait until it is dead; may be called again."""
+        """Kill the child and wait until it is dead; may be called again."""
         if self._serving is None:
             return
         self._spawned.kill("the tier was closed")
@@ -197,7 +198,7 @@ class Process:
 
 
 def error_of(failed: Failed) -> TierError | ConfigError:
-    """What a call raised."""
+    """Return the error that a call raised, to raise it again."""
     if failed.kind == "config":
         return ConfigError(failed.message, path=failed.path, hint=failed.hint)
     if failed.kind == "unavailable":

@@ -1,4 +1,4 @@
-"""A child process and its sure end: from then on it touches nothing that it mapped."""
+"""A child process that can be ended reliably; after its end it touches no mapped memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvladder.errors import ConfigError, TierError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RETRY_S, RETRY_MAX_S = 0.2, 30.0
-"""From the end of a child to the next start; doubled each time that fails."""
+"""Seconds from the end of a child to the next start, first and at most; doubled at each failure."""
 
 
 class Spawned:
-    """A child, and a connection to it. Whoever started it ends it, on the same loop.
+    """A child process and a connection to it. Call ``end`` on the loop that started it.
 
-    It does not outlive the thread of that loop.
+    The child does not outlive the thread of that loop.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Spawned:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Start it and watch it; if that fails there is none, and the connection is closed."""
+        """Start the child and watch it; after a failure no child runs, and ``writer`` is closed."""
         self.reader = reader
         self.writer = writer
         self._why = ""
@@ -43,7 +43,7 @@ class Spawned:
         child: subprocess.Popen[bytes] | None = None
         try:
             child = subprocess.Popen(  # noqa: S603 - it ends with this thread
-                # -P: a module of the current folder is not ours, unless this process imports it too
+                # -P: no modules from the current folder, unless this process imports them, too
                 [sys.executable, "-P", "-m", module, str(os.getpid()), str(fd)],
                 pass_fds=(fd, *descriptors),
                 stdin=subprocess.DEVNULL,
@@ -60,9 +60,9 @@ class Spawned:
 
     @classmethod
     async def start(cls, module: str, descriptors: Sequence[int] = ()) -> Self:
-        """Have a child run a module, which calls ``run``; it inherits these descriptors.
+        """Start a child that runs a module, which calls ``run``, and inherits these descriptors.
 
-        Nothing is awaited once there is a child. Raises OSError if there can be none.
+        Nothing is awaited after the child was started. Raises OSError if it cannot be started.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -71,28 +71,28 @@ class Spawned:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._child.pid
 
     @property
     def how(self) -> str:
-        """How it ended."""
+        """Reason of the child's end: as given to ``kill``, or the exit status or signal."""
         code = self._child.returncode
         return self._why or (f"exit status {code}" if code >= 0 else signal.Signals(-code).name)
 
     def kill(self, why: str = "") -> None:
-        """End it at once; ``why`` is what ``how`` says then."""
-        if self._child.returncode is None:  # not waited for: its process id is its own
+        """Kill the child at once; ``how`` then says ``why``."""
+        if self._child.returncode is None:  # not waited for yet, so its pidfd is still open
             self._why = self._why or why
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill it, and wait until it is dead, which the kernel tells, however often cancelled."""
+        """Kill the child and wait until the kernel reports its death, even if cancelled."""
         self.kill()
         loop, dead = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pidfd, dead.set)
         while not dead.is_set():
-            with suppress(asyncio.CancelledError):  # its slots are not free before
+            with suppress(asyncio.CancelledError):  # until then it may write into slots
                 await dead.wait()
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
@@ -103,7 +103,7 @@ class Spawned:
 async def start_again(
     start: Callable[[], Awaitable[object]], failed: Callable[[Exception], object]
 ) -> None:
-    """Try to ``start`` until it can be done; ``failed`` is told why not, each time."""
+    """Call ``start`` until it succeeds, with pauses; call ``failed`` with each error."""
     wait_s = RETRY_S
     while True:
         await asyncio.sleep(wait_s)
@@ -119,20 +119,20 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, An
 
 
 def run(serve: Serve) -> None:
-    """Be such a child: ``serve`` the parent until it is gone, by whose death this one ends."""
+    """Run as the child: ``serve`` the parent until its connection ends; die with the parent."""
     parent, fd = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(0)
-    for ending in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, as by a terminal
-        signal.signal(ending, signal.SIG_IGN)  # the parent still has something to store
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal sends these to a whole group
+        signal.signal(ending, signal.SIG_IGN)  # the parent may still have blocks to store
     status = 0
     try:
         asyncio.run(_serve(serve, fd))
     except BaseException:  # noqa: BLE001 - the other side hears of an end
         traceback.print_exc()
         status = 1
-    os._exit(status)  # not by the end of the interpreter: threads of a library may hang
+    os._exit(status)  # skips the interpreter's shutdown, since threads of a library may hang
 
 
 async def _serve(serve: Serve, fd: int) -> None:

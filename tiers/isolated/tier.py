@@ -1,4 +1,4 @@
-"""A tier in a process of its own, for libraries that cannot cancel, hold the GIL, or crash."""
+"""A tier in a child process, for libraries that cannot cancel calls, hold the GIL, or crash."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write, arrived, is_v
 
 CLOSE_S = 4.0
 SALTS_MAX = 1024
-"""Salts whose spare room is remembered."""
+"""Most salts with a remembered number of spare blocks."""
 _TRAITS = tuple(Medium.__annotations__ | Tier.__annotations__)
-"""What a tier's class or its options say of it."""
+"""Names of the attributes that are copied from the tier."""
 
 
 class IsolatedTier(Tier):
-    """Another tier, in a child process that maps the arena; no bytes pass between the two.
+    """Runs another tier in a child process that maps the arena, so no block bytes are sent.
 
-    A call that is given up is cancelled over there; what has not ended after ``abandon_s`` ends by
-    SIGKILL, and the call ends when the child was waited for: from then on nothing of the tier
-    touches a slot. A dead child fails its calls with a TierError and is started again in the
-    background; until it is open, calls fail at once.
+    An abandoned call is cancelled in the child. If it has not ended after ``abandon_s``, the child
+    is killed, and the call ends once the child is dead: from then on the tier touches no slot. If
+    the child dies, its calls fail with a TierError, and a new child starts in the background. Until
+    the tier is open again, calls fail at once.
 
     Parameters
     ----------
     make:
-        The class of the tier, which another process can import.
+        The class of the tier; another process must be able to import it.
     options:
-        Its options; None if it has none.
+        The tier's options; None if it has none.
     abandon_s:
-        How long a cancelled call may take to end.
+        Seconds that a cancelled call may take to end.
     """
 
     def __init__(self, make: type[Tier], options: object, *, abandon_s: float = 1.0) -> None:
@@ -69,7 +69,7 @@ class IsolatedTier(Tier):
             self._pickled = pickle.dumps((make, options))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise _not_importable(make, str(error)) from error
-        if make.__module__ == "__main__":  # which is another program over there
+        if make.__module__ == "__main__":  # in the child this is another program
             raise _not_importable(make, "it is of the program that is run")
         self._process: Process | None = None
         self._ready = False
@@ -77,7 +77,7 @@ class IsolatedTier(Tier):
         self._spare: OrderedDict[bytes, float] = OrderedDict()
         self._unheard = inf
         self._full: set[bytes] = set()
-        """Salts that had nothing to spare when the level asked, since the process was."""
+        """Salts without spare blocks when the level asked, since the child was last asked."""
         self._asking: asyncio.Task[None] | None = None
         self._gauges: dict[str, int] = {}
         self._described: dict[str, str] = {}
@@ -106,11 +106,11 @@ class IsolatedTier(Tier):
         return Process(self._name, abandon_s=self._abandon_s, say=say, ended=self._ended)
 
     def _say(self, text: str) -> None:
-        """What listens may raise, which ends nothing here."""
+        """Log a message later, on the loop, so that an error of ``say`` ends no call."""
         asyncio.get_running_loop().call_soon(self.context.say, text)
 
     async def _open(self) -> None:
-        """Start a child and open the tier in it; it is dead again if that fails."""
+        """Start a child and open the tier in it; after a failure the child is dead."""
         context, handle = self.context, self.context.arena.handle
         process = self._process = self._new(context.say)
         sizes = context.layout, context.namespace, context.capacity_blocks
@@ -128,7 +128,7 @@ class IsolatedTier(Tier):
         self._ready = True
 
     def _ended(self, process: Process) -> None:
-        """A child is dead: start another one, beside whoever calls."""
+        """Handle the end of a child: start another one in the background."""
         if process is self._process and self._ready and not self._closed:
             self._ready = False
             self._ends += 1
@@ -140,7 +140,13 @@ class IsolatedTier(Tier):
         self._say(f"{self._name} cannot be opened again: {error}")
 
     def _running(self) -> Process:
-        """The process, if it can be called."""
+        """Return the child process.
+
+        Raises
+        ------
+        TierError
+            The tier is closed, or the child is being started.
+        """
         if self._closed:
             raise TierError("the tier is closed", temporary=False)
         if self._process is None or not self._ready:
@@ -190,7 +196,7 @@ class IsolatedTier(Tier):
         return count, following
 
     def spare(self, salt: bytes) -> float:
-        """As last heard: the process, which knows it now, takes no more in any case."""
+        """Return the number last reported; the child checks the current number at each put."""
         found = self._spare.get(salt, self._unheard if salt else inf)
         if found < 1 and self._ready:
             self._full.add(salt)
@@ -199,7 +205,7 @@ class IsolatedTier(Tier):
         return found
 
     async def _ask(self) -> None:
-        """Ask again what the salts that had nothing to spare have by now."""
+        """Ask the child for the spare blocks of the salts that had none."""
         salts = list(self._full)
         self._full.clear()
         with suppress(TierError):
@@ -241,7 +247,7 @@ class IsolatedTier(Tier):
                 if closing:
                     await asyncio.wait(closing, timeout=CLOSE_S)
             finally:
-                await process.aclose()  # which ends the call
+                await process.aclose()  # this also ends the call
             await asyncio.gather(*closing, return_exceptions=True)
         if self._asking is not None:
             await asyncio.wait({self._asking})

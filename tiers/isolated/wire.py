@@ -1,7 +1,7 @@
-"""What an isolated tier and its process say to each other: frames of msgpack over a socket pair.
+"""The protocol between an isolated tier and its child: frames of msgpack over a socket pair.
 
-A frame is 4 bytes of length, little endian, and a message. The bytes of blocks are in no message:
-both sides map the arena.
+A frame is 4 bytes of length, little endian, and a message. Messages contain no bytes of blocks,
+since both sides map the arena.
 """
 
 from __future__ import annotations
@@ -15,94 +15,94 @@ from kvladder.tiers.label import Coding, Facts, ReadResult, RecoveredBlock, Ref
 
 FRAME_BYTES_MAX = 256 << 20
 UNHEARD = b"\xff" * 8
-"""Stands for any salt of which nothing was put yet, where it is asked what it has to spare."""
+"""Stands, in answers about spare blocks, for every salt without a put so far."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """One of either side; answers have the number of what they answer."""
+    """A message of either side; an answer has the number of its request."""
 
     number: int = 0
 
 
-# ---- what the process is asked
+# ---- requests to the child
 
 
 class Start(Message):
-    """Make the tier, which is not opened yet."""
+    """Construct the tier, without opening it."""
 
     pickled: bytes = b""
-    """Its class and its options."""
+    """The tier's class and options."""
 
 
 class Open(Message):
     """Map the arena and open the tier."""
 
     arena: tuple[int, int, int] = (0, 0, 0)
-    """Descriptor, slots, bytes of a slot."""
+    """Descriptor, number of slots, bytes of a slot."""
     pickled: bytes = b""
-    """Layout, namespace, capacity and time-out of the context."""
+    """Layout, namespace, capacity, timeout, ``required`` and fields of the context."""
 
 
 class Examine(Message):
-    """``Tier.examine``."""
+    """Call ``Tier.examine``."""
 
     capacity_bytes: int = 0
 
 
 class Get(Message):
-    """``Tier.get``; answered by ``Got``."""
+    """Call ``Tier.get``; ``Got`` answers it."""
 
     verify: bool = True
     reads: list[tuple[Ref, int]] = []
-    """Each block and its slot."""
+    """Each block with its slot."""
 
 
 class Put(Message):
-    """``Tier.put``."""
+    """Call ``Tier.put``."""
 
     verify: bool = True
     writes: list[tuple[Ref, int, Facts, Coding | None, bool]] = []
-    """Each block, its slot, its facts, what codecs did to it, and whether it replaces another."""
+    """Each block with its slot, its facts, its coding, and whether it replaces another block."""
 
 
 class Ask(Message):
-    """``Tier.contains`` or ``Tier.remove``."""
+    """Call ``Tier.contains`` or ``Tier.remove``."""
 
     call: Literal["contains", "remove"] = "contains"
     blocks: list[Ref] = []
 
 
 class Purge(Message):
-    """``Tier.purge``."""
+    """Call ``Tier.purge``."""
 
     salt: bytes | None = None
 
 
 class Erase(Message):
-    """``Tier.erase``."""
+    """Call ``Tier.erase``."""
 
     salt: bytes | None = None
     start: int = 0
 
 
 class Spare(Message):
-    """``Tier.spare`` of some salts."""
+    """Call ``Tier.spare`` for some salts."""
 
     salts: list[bytes] = []
 
 
 class Recover(Message):
-    """The next batch of ``Tier.recover``, or the first one ``anew``; answered by ``Recovered``."""
+    """Return the next batch of ``Tier.recover``, or begin ``anew``; ``Recovered`` answers it."""
 
     anew: bool = True
 
 
 class Close(Message):
-    """``Tier.aclose``."""
+    """Call ``Tier.aclose``."""
 
 
 class Cancel(Message):
-    """Cancel the call of this number; it is answered all the same."""
+    """Cancel the call with this number. The call is still answered."""
 
 
 Request = (
@@ -110,36 +110,36 @@ Request = (
 )
 
 
-# ---- what it answers
+# ---- answers of the child
 
 
 class Done(Message):
-    """What a call returned, as plain data."""
+    """The result of a call, as plain data."""
 
     value: Any = None
     spare: dict[bytes, float] = {}
-    """``Tier.spare`` of the salts that were asked for, or of those of a put after it; when it is
-    opened, of ``UNHEARD``."""
+    """``Tier.spare`` of the salts in a ``Spare``, or of a put's salts after it; after ``Open``, of
+    ``UNHEARD``."""
     gauges: dict[str, int] = {}
 
 
 class Got(Message):
-    """What ``get`` returned, and what came."""
+    """The result of ``Tier.get``, and of its reads."""
 
     results: Any = None
     found: list[ReadResult | None] = []
-    """What is in the slots."""
+    """For each read, what ``Read.came`` reported and ``Read.check`` found; None without either."""
     gauges: dict[str, int] = {}
 
 
 class Recovered(Message):
-    """A batch of what was found; None after the last one."""
+    """A batch of recovered blocks; None after the last batch."""
 
     kept: list[RecoveredBlock] | None = None
 
 
 class Failed(Message):
-    """What a call raised."""
+    """The error that a call raised."""
 
     kind: Literal["config", "unavailable", "full", "tier", "cancelled"] = "tier"
     message: str = ""
@@ -149,14 +149,14 @@ class Failed(Message):
 
 
 class Progressed(Message):
-    """How far a purge is."""
+    """The progress of a purge."""
 
     done: int = 0
     total: int = 0
 
 
 class Said(Message):
-    """``TierContext.say``, or a warning of ``Tier.examine``."""
+    """A message of ``TierContext.say``, or a warning of ``Tier.examine``."""
 
     text: str = ""
 
@@ -169,26 +169,26 @@ replies = msgspec.msgpack.Decoder[Reply](Reply)
 
 
 def frame(message: Message) -> bytes:
-    """A message as it is sent.
+    """Return a message as a frame to send.
 
     Raises
     ------
     TypeError
-        It holds what is no plain data.
+        The message holds something other than plain data.
     """
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
 async def take(reader: asyncio.StreamReader) -> bytes:
-    """The next frame.
+    """Read the next frame and return its message, still encoded.
 
     Raises
     ------
     ConnectionError
         The other side is gone.
     ValueError
-        It is none.
+        The frame is longer than ``FRAME_BYTES_MAX``.
     """
     try:
         size = int.from_bytes(await reader.readexactly(4), "little")
