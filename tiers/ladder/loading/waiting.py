@@ -17,7 +17,7 @@ from kvladder.tiers.ladder.records.terms import HOST
 
 
 class RoomWaitQueue:
-    """Blocks that wait for room, first in, first out, in columns: no object for each of them.
+    """Queues blocks that wait for room, first in, first out, in columns: no object for each.
 
     Called on the loop thread or by the engine's. The stack's lock is held around every call but
     ``prune``, which takes it.
@@ -88,7 +88,7 @@ class RoomWaitQueue:
         return dropped
 
     def prune(self) -> bool:
-        """Remove blocks at the head that need not wait any more, one step of them.
+        """Remove a step of blocks from the head that need not wait any more.
 
         Returns whether there may be more of them.
         """
