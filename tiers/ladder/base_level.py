@@ -252,7 +252,7 @@ class BaseLevel(ABC, Generic[P]):
         )
 
     def find(self, key: BlockKey) -> P | None:
-        """Return the block's place, or None. A block whose time is over is expired instead."""
+        """Return the block's place, or None. A block with its time over is expired instead."""
         place = self.index.place(key)
         if place is None:
             return None
@@ -273,7 +273,7 @@ class BaseLevel(ABC, Generic[P]):
         self.index.insert(keys, places, meta, expires_s=expires_s, pins=pins)
 
     def expire(self, now_s: float, count_max: int) -> None:
-        """Forget at most ``count_max`` blocks whose request wanted them to expire by now."""
+        """Forget at most ``count_max`` blocks that expire by their terms by ``now_s``."""
         self.forget(self.index.due(now_s, count_max), "expired")
 
     def remove(self, keys: Sequence[BlockKey]) -> int:

@@ -46,9 +46,9 @@ PURGE_TIMEOUT_S = 600.0
 BEHIND_CALLS_MAX = 8
 """Number of abandoned calls that have not ended at which a tier is no longer called."""
 BEHIND_SLOTS_SHARE = 4
-"""The same limit for slots: abandoned calls may keep less than this fraction of the arena."""
+"""The same limit for slots: a tier is not called if such calls keep one in this many slots."""
 BEHIND_AFTER_S = 0.1
-"""How long a cancelled call may take to end before it counts as abandoned."""
+"""How long a cancelled call may take to end before it counts for these limits."""
 _VERBS: Mapping[Kind, str] = {
     "get": "read",
     "put": "write",

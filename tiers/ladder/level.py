@@ -110,8 +110,9 @@ class Level(BaseLevel[int]):
         """Queue blocks to be written, with claims of the level's own on their slots.
 
         Returns False if some were not taken. The level has them already (it has none of ``new``
-        blocks), or does not admit them, or its queue is full and holds nothing less valuable. The
-        last case counts as a drop, unless blocks ``stay`` in host and are offered again.
+        blocks) or does not admit them, an abandoned call may still touch them, or the queue is full
+        and holds nothing less valuable. The last case counts as a drop, unless blocks ``stay`` in
+        host and are offered again.
         """
         now_s = self.shared.clock.now()
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
@@ -444,6 +445,7 @@ class Level(BaseLevel[int]):
             salts = {block.key: block.facts.salt for block in blocks}
             unwanted = self._tombstones & salts.keys()
             self._tombstones -= unwanted
+            # an abandoned call may still store blocks, which ``stored_late`` then removes
             if answer.quiet:
                 self._unstored(blocks, unwanted)
             else:
@@ -482,6 +484,7 @@ class Level(BaseLevel[int]):
             stored = [block.key for block in reversed(blocks)]
             self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
             blocks, results, metas = (), (), []
+        # one by one, the tail first, where they could not be published at once
         for block, kept, meta in zip(blocks[::-1], results[::-1], metas[::-1], strict=True):
             ref = Ref(block.key, block.place)
             if not kept:

@@ -188,7 +188,7 @@ class WriteQueue:
 
 
 class PurgeQueue:
-    """Queues salts, None for everything, whose blocks a tier is to remove or erase, one by one.
+    """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
 
     A ``shared`` tier is purged at once. Another one erases when all removals have ended: not while
     ``busy`` says that removals, or calls that may write, are left. The stack's lock guards it.

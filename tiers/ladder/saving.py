@@ -108,7 +108,7 @@ class Saving:
         return default if lot is None else len(lot.keys)
 
     def done(self, keys: Sequence[BlockKey]) -> None:
-        """Take out these blocks, whose ``metas`` are known, as they are hits now."""
+        """Take out these blocks, with known ``metas``, as they are hits now."""
         if len(keys) == len(self._lots):
             self._lots.clear()
         else:

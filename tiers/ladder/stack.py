@@ -113,7 +113,7 @@ class TierStack(StackQueries):
         return None
 
     def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """Note that blocks which were offered to the level are stored or given up."""
+        """Note that the level stored these blocks or gave them up: host may evict its own."""
         if keys:
             self.host.settled(level, keys, stored=stored)
             if not stored:
@@ -193,8 +193,7 @@ class TierStack(StackQueries):
     def _missing(
         self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], start: int, *, explicit: bool
     ) -> tuple[Sequence[int], int]:
-        """Return positions from ``start`` on that are to be saved, and the end of what was looked
-        at.
+        """Return positions from ``start`` on that are to be saved, and up to where this is decided.
 
         If the positions are a ``range``, their metas are alike.
         """

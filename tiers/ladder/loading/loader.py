@@ -132,6 +132,7 @@ class Loader:
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
         """Take a step of blocks that are all in host; return whether there may be more."""
         start, end, host = fetch.length, len(fetch.keys), self._host
+        # a hit may offer a block to ``_wanting`` levels, which ``_attach`` does one by one
         if start == end or not fetch.asking or self._wanting or not fetch.levels & HOST:
             return False
         slots = host.index.lasting(fetch.keys[start : start + self._shared.bulk_step])
@@ -192,6 +193,7 @@ class Loader:
         found, missing, runs = self._planner.plan(keys, fetch.levels, places=places)
         if decision is None:
             decision = self._cut(fetch, start + len(found), missing, runs)
+            # what is not worth the wait is left out
             del found[decision.end - start :]
             missing = missing[: missing.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
@@ -203,6 +205,7 @@ class Loader:
             self._room_queue.add(fetch, start, missing[len(slots) :]) if missing and waits else {}
         )
         cut_at, is_short = len(found), len(slots) + len(later) < len(missing)
+        # neither a slot nor a place in the queue: the prefix ends there
         if is_short:
             cut_at = missing.positions[len(slots) + len(later)]
             self._host.stats.throttled += len(missing) - len(slots) - len(later)
@@ -214,6 +217,7 @@ class Loader:
         there = Counter(missing.levels[: len(slots) + len(later)])
         if not goes_on:
             there.update(decision.dropped)
+        # the last step counts all that is left as asked for
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, joined, there)
         if reads:

@@ -75,7 +75,7 @@ class MissingBlocks:
             yield level, *([*compress(each, own)] for each in whole)
 
     def room(self, host: HostLevel) -> list[Slot]:
-        """Lease slots of host for the first blocks, up to the first one of another salt."""
+        """Lease slots of host for the first blocks. With quotas it ends before another salt."""
         count, salt = len(self), b""
         if count and host.index.has_quota:
             both = zip(self.levels, self.places, strict=True)

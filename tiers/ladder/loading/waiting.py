@@ -50,7 +50,7 @@ class RoomWaitQueue:
         return len(self._keys)
 
     def add(self, fetch: Fetch, start: int, missing: MissingBlocks) -> dict[int, Level]:
-        """Queue blocks of ``fetch``, whose positions in it count from ``start``.
+        """Queue blocks of ``fetch``; their positions in it count from ``start``.
 
         Bounded by the slots of the arena: blocks beyond could never be there together. Returns the
         level of each block that was queued, by its position.

@@ -342,7 +342,7 @@ class LevelIndex(Tenanted[P]):
         return self._terms.ends.next_s
 
     def due(self, now_s: float, count_max: int) -> list[BlockKey]:
-        """Return at most ``count_max`` blocks whose terms have expired, each once."""
+        """Return at most ``count_max`` blocks that have expired by their terms, each once."""
         due = self._terms.ends.due(now_s, count_max)
         return [key for place in due if (key := self._key[place]) is not None]
 

@@ -123,7 +123,10 @@ class Deadlines:
         return heap[0][0] if heap else inf
 
     def due(self, now_s: float, count_max: float = inf) -> list[int]:
-        """Return places whose time has come, each once; looks at ``count_max`` entries at most."""
+        """Return places for which the time has come, each once.
+
+        Looks at ``count_max`` entries at most.
+        """
         found: list[int] = []
         looked = 0
         while self.next_s <= now_s and looked < count_max:
