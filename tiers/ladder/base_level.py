@@ -1,4 +1,4 @@
-"""What all levels have in common: index, rule, statistics, events, expiry. Nothing here awaits."""
+"""Base of all levels: index, rule, statistics, events, expiry. Nothing here awaits."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class EventBuffer:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all levels of one stack have in common."""
+    """The part that all levels of one stack have in common."""
 
     arena: Arena
     lock: StackLock
@@ -164,7 +164,7 @@ class Shared:
 
     @property
     def load_step(self) -> int:
-        """How many loads begin in one step; other blocks may have to be evicted for them."""
+        """Number of loads that begin in one step; other blocks may have to be evicted for them."""
         return BATCH if self.arena.slots <= SMALL else STEP
 
     def refuses(self, salt: bytes) -> bool:
@@ -174,7 +174,7 @@ class Shared:
 
 
 class StackCallbacks(Protocol):
-    """What a level needs of the stack. The stack's lock is held around every call."""
+    """The part of the stack that a level needs. The stack's lock is held around every call."""
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease slots for up to ``count`` blocks of a priority."""
@@ -213,7 +213,7 @@ class BaseLevelSettings(Protocol):
 
     @property
     def shares(self) -> Shares:
-        """How much of the level each salt may have."""
+        """Limits to the blocks that each salt may have there."""
         ...
 
 

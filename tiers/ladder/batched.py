@@ -17,7 +17,7 @@ from kvladder.tiers.ladder.loading.unreleased import Unreleased
 PINNED_MAX: Final = 0.5
 """Largest share of the slots that pieces of fetches hold: saves need some, too."""
 ROOM_S: Final = 1.0
-"""How long a piece of a save waits for room that others are about to make."""
+"""Time that a piece of a save waits for room that others are about to make."""
 POLL_S: Final = 0.005
 SILENT_S: Final = 1.0
 """A transfer that has not asked for this long does not delay others; it keeps its place."""
@@ -28,7 +28,7 @@ class SlotAdmission:
 
     def __init__(self, slots: float, clock: Clock, unreleased: Unreleased) -> None:
         self.unreleased = unreleased
-        """Where finalizers of lost transfers leave the slots that are to be given back."""
+        """Queue in which finalizers of lost transfers leave the slots to be given back."""
         self._lock = threading.Lock()
         self._left = slots
         self._clock = clock

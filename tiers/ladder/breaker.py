@@ -92,7 +92,7 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """How long a tier may take, and when it is left alone."""
+    """Timeout and breaker for the calls of a tier."""
 
     timeout_s: float = 5.0
     breaker: BreakerSettings = field(default_factory=BreakerSettings)

@@ -39,16 +39,16 @@ Threads = Callable[[str], Blocking]
 Operation = Callable[[], Awaitable[object]]
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long closing a tier may take before the call is abandoned."""
+"""Timeout for closing a tier; then the call is abandoned."""
 CALLS_TIMEOUT_S = 1.0
-"""How long cancelled calls are awaited, before and after the tier is closed."""
+"""Timeout for the end of cancelled calls, before and after the tier is closed."""
 PURGE_TIMEOUT_S = 600.0
 BEHIND_CALLS_MAX = 8
 """Number of abandoned calls that have not ended at which a tier is no longer called."""
 BEHIND_SLOTS_SHARE = 4
 """The same limit for slots: a tier is not called if such calls keep one in this many slots."""
 BEHIND_AFTER_S = 0.1
-"""How long a cancelled call may take to end before it counts for these limits."""
+"""Time after which a cancelled call that has not ended counts for these limits."""
 _VERBS: Mapping[Kind, str] = {
     "get": "read",
     "put": "write",
@@ -59,7 +59,7 @@ _VERBS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LevelSettings:
-    """How a level treats its tier."""
+    """Settings for the calls of a level's tier."""
 
     calls: CallSettings = field(default_factory=CallSettings)
     queue_blocks: int = 256
@@ -86,14 +86,14 @@ class LevelDefinition:
     scratch: Sequence[Slot] = ()
     """Slots of the arena that only its codecs use."""
     shares: Shares = NO_SHARES
-    """How many blocks of the level each salt may have."""
+    """Limits to the blocks that each salt may have there."""
 
 
 class CallOutcome(NamedTuple):
     """Result of a call."""
 
     results: Results | None
-    """What the tier returned; None if it failed, hung or was not called."""
+    """Results from the tier; None if it failed, hung or was not called."""
     quiet: bool = True
     """True if the tier no longer touches the slots and places of the call."""
     full: bool = False
@@ -129,7 +129,7 @@ class TierClient:
         self.required = spec.required
         """True if the cache does not start without the tier."""
         self.why = ""
-        """Why the tier is left out now; empty if it is not."""
+        """Reason why the tier is left out now; empty if it is not."""
         self._spec = spec
         self._name = spec.name
         self._shared = shared

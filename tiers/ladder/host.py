@@ -22,9 +22,9 @@ from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import HOST, Terms
 
 CLEAN_MAX = 4 * BATCH
-"""How many of the next victims are written below while loads wait for their slots."""
+"""Most of the next victims that are written below while loads wait for their slots."""
 SCAN_MAX = BATCH
-"""How many blocks that may not go yet a search for victims passes over."""
+"""Most blocks that may not go yet and that a search for victims passes over."""
 
 Admitting = dict[tuple[int, int, Terms], Level | None]
 """The hottest level that admits blocks of a floor, a number of hits and terms; None if none does.
@@ -40,7 +40,7 @@ class HostSettings(NamedTuple):
     reserve_blocks: int
     """Slots kept free or clean in the background, so that a save finds room at once."""
     shares: Shares = NO_SHARES
-    """How many blocks of the level each salt may have."""
+    """Limits to the blocks that each salt may have there."""
 
 
 class HostLevel(BaseLevel[Slot]):
@@ -63,7 +63,7 @@ class HostLevel(BaseLevel[Slot]):
         self._may_go = inf
         """Upper bound of the blocks that may go now, as known since room was short."""
         self._ahead = 0
-        """How many of the next victims were found to need no write, or to be on their way below."""
+        """Number of the next victims that were found to need no write, or to be on their way."""
         self._save_blocks = 0
         self._refused: dict[BlockKey, int] = {}
         """Bits of the levels that did not take a block of this one, or gave it up again."""
@@ -78,11 +78,11 @@ class HostLevel(BaseLevel[Slot]):
         """Number of blocks, by salt at its quota, that have to be written below before they may go.
         """
         self.short_of: DropReason = "room"
-        """Why ``room`` gave fewer slots than asked for the last time."""
+        """Reason why ``room`` gave fewer slots than asked for the last time."""
         self._open: list[bool] = []
         """Per level below, whether it was writable when ``clean`` last looked."""
 
-    # ---- who comes and goes
+    # ---- blocks that come and go
 
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[Slot], reason: Reason) -> None:
         self.on_drop(keys)
@@ -193,7 +193,7 @@ class HostLevel(BaseLevel[Slot]):
 
     @property
     def room_max(self) -> float:
-        """How many slots ``room`` could give at most now; asking for more is of no use."""
+        """Most slots that ``room`` could give now; asking for more is of no use."""
         return self.shared.arena.free + max(0.0, self._may_go)
 
     # ---- where its blocks still have to be written

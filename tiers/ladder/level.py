@@ -29,7 +29,7 @@ from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 
 LOST_MAX = 4096
-"""How many blocks are remembered that a shared tier lost or damaged."""
+"""Most blocks that are remembered as lost or damaged by a shared tier."""
 
 
 class Level(BaseLevel[int]):
@@ -63,7 +63,7 @@ class Level(BaseLevel[int]):
         """
         self.purges = PurgeQueue(shared=spec.tier.shared, busy=lambda: bool(self._removal_queue))
         self.missed: set[BlockKey | bytes | None] = set()
-        """What was removed while the tier was not open: keys, salts, or None for everything."""
+        """Removals while the tier was not open: keys, salts, or None for everything."""
 
     # ---- what may be done now
 
@@ -110,9 +110,9 @@ class Level(BaseLevel[int]):
         """Queue blocks to be written, with claims of the level's own on their slots.
 
         Returns False if some were not taken. The level has them already (it has none of ``new``
-        blocks) or does not admit them, an abandoned call may still touch them, or the queue is full
-        and holds nothing less valuable. The last case counts as a drop, unless blocks ``stay`` in
-        host and are offered again.
+        blocks), does not admit them, or has an abandoned call about them. Or its queue is full and
+        holds nothing less valuable: that counts as a drop, unless blocks ``stay`` in host and are
+        offered again.
         """
         now_s = self.shared.clock.now()
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()

@@ -21,7 +21,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
-"""How long the start of a cache waits for a tier; then the cache works without the level."""
+"""Time that the start of a cache waits for a tier; then the cache works without the level."""
 TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 

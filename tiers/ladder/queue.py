@@ -19,7 +19,7 @@ from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 
 class QueuedWrite(NamedTuple):
-    """What is known of blocks on their way into a level: one object for all that are alike."""
+    """Facts about blocks on their way into a level: one object for all that are alike."""
 
     meta: BlockMeta
     since_s: float

@@ -121,11 +121,11 @@ class Saving:
 
 
 class Reserves(Protocol):
-    """What a save needs of the stack."""
+    """The part of the stack that a save needs."""
 
     @property
     def shared(self) -> Shared:
-        """What all levels have in common."""
+        """The part that all levels have in common."""
         ...
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:

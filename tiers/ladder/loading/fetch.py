@@ -72,7 +72,7 @@ class PendingRead(LevelRead):
 
 
 class Pins(Protocol):
-    """What a fetch needs of the stack."""
+    """The part of the stack that a fetch needs."""
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Give pinned slots back."""
@@ -117,7 +117,7 @@ class Fetch:
         self.saves = saves
         """Compute that the engine avoids if all blocks come; None has them fetched in any case."""
         self.patience: Patience | None = None
-        """How long it is worth to wait; None up to the deadline."""
+        """Limit of the wait that is worth it; None waits up to the deadline."""
         self._stack = stack
         self.salt = salt
         """Digest of the cache salt that is bound into the keys."""

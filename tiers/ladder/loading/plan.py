@@ -1,4 +1,4 @@
-"""What a fetch brings: where the blocks of a prefix are, and which are worth the wait."""
+"""Plans of fetches: where the blocks of a prefix are, and which are worth the wait."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MissingBlocks:
 
 
 class Plan(NamedTuple):
-    """Where the blocks of a prefix are, up to the first that is nowhere."""
+    """Levels and places of the blocks of a prefix, up to the first block that no level has."""
 
     slots: list[Slot]
     """Slots of host; ``NO_SLOT`` where a block has to come or is on its way."""
@@ -102,12 +102,12 @@ class Plan(NamedTuple):
 
 
 class FetchLimit(NamedTuple):
-    """Where the fetch of a prefix ends, and why."""
+    """End of the part of a prefix that is fetched, and the reason for it."""
 
     end: int
     """Position among the keys at which it ends."""
     why: Literal["", "slower", "sampled"] = ""
-    """Why it ends there; also the name of the counter. "slower": the rest would come later than
+    """Reason for the end; also the name of the counter. "slower": the rest would come later than
     computing it. "sampled": the rest is computed to measure how long that takes.
     """
     trials: Sequence[int] = ()
@@ -115,7 +115,7 @@ class FetchLimit(NamedTuple):
 
 
 class FetchDecision(NamedTuple):
-    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+    """The part of a prefix that is to be fetched; positions among the keys of the fetch."""
 
     end: int
     """Position at which the fetch ends."""

@@ -16,7 +16,7 @@ from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.plan import among
 
 ABSENT_MAX = 4096
-"""How many keys are remembered as absent."""
+"""Most keys that are remembered as absent."""
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""What a level knows of its blocks: places, the order of eviction, expiry, quotas."""
+"""Records of a level about its blocks: places, the order of eviction, expiry, quotas."""

@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 
 class BlockMeta(NamedTuple):
-    """What travels with a block from level to level."""
+    """Facts that travel with a block from level to level."""
 
     priority: int = PRIORITY_DEFAULT
     floor: int = PRIORITY_DEFAULT
@@ -39,7 +39,7 @@ class BlockMeta(NamedTuple):
     until_s: float = inf
     """Loop time at which ``priority`` reverts to the default."""
     terms: Terms = NO_TERMS
-    """What its request said of it."""
+    """Terms that its request gave it."""
 
 
 def alike(metas: Sequence[BlockMeta]) -> bool:

@@ -9,9 +9,9 @@ from math import inf
 from kvladder.keys import unseen
 
 FULL_QUIET_S = 3600.0
-"""How long a level must not have been full before it is reported again."""
+"""Time since a level was last full after which it is reported again."""
 FULL_RETRY_S = 60.0
-"""How long a level keeps to its places after a full disk, before it tries for more."""
+"""Time that a level keeps to its places after a full disk, before it tries for more."""
 
 
 class PlaceAllocator:

@@ -1,4 +1,4 @@
-"""What the index of a level knows of the shares of it that cache salts may have."""
+"""The part of a level's index that keeps the shares of cache salts."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Tenanted(ABC, Generic[P]):
         """Choose blocks of a salt that make room for its newcomers, so that it keeps its share.
 
         ``newcomers`` are their priorities, the highest first. Returns exactly as many places as are
-        needed, none that ``stays`` or is worth more than its newcomer, and the number of newcomers
-        that there is room for.
+        needed. None of them ``stays`` or is worth more than its newcomer. Also returns the number
+        of newcomers that there is room for.
         """
         spare = self.spare(salt)
         if spare >= len(newcomers):

@@ -1,4 +1,4 @@
-"""What requests said of blocks beside their priority, and when blocks expire."""
+"""Terms that requests give blocks beside their priority, and times at which blocks expire."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
     salt: bytes = b""
     """Digest of its request's cache salt, 8 bytes; empty without one."""
     kind: str = ""
-    """What its layers keep, where a codec of the stack may not work on all; empty if unknown."""
+    """Kind of its layers, where a codec of the stack may not work on all; empty if unknown."""
 
     def last(self, clock: Clock) -> bool:
         """Return whether the block need not be forgotten yet."""
@@ -72,7 +72,7 @@ NO_TERMS = Terms()
 
 
 class Deadlines:
-    """By place, the loop time of an event for its block, for blocks that have one."""
+    """Loop times of an event, by place, for the blocks that have one."""
 
     def __init__(self) -> None:
         self.of: dict[int, dict[int, float]] = {}
