@@ -166,7 +166,7 @@ class Loader:
     def _cut(
         self, fetch: Fetch, known: int, missing: MissingBlocks, runs: Sequence[LevelRun]
     ) -> FetchDecision:
-        """Decide where the rest of ``fetch`` ends, since fetching more would take too long.
+        """Decide where the rest of ``fetch`` ends: the blocks after it are not worth the wait.
 
         Levels have the prefix up to ``known``; ``missing`` and ``runs`` say what of it has to come.
         """
@@ -200,7 +200,7 @@ class Loader:
         # blocks behind blocks that wait for room wait, too
         waits = self._room_queue.has_last(fetch)
         slots = self._room_for(missing) if missing and not waits else []
-        waits = waits or self._host.short_of == "room"  # a salt without room delays no other
+        waits = waits or self._host.short_of == "room"  # a salt at its quota delays no other
         later = (
             self._room_queue.add(fetch, start, missing[len(slots) :]) if missing and waits else {}
         )
