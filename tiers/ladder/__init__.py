@@ -18,11 +18,11 @@ class Holdings(Iterable[BlockKey], Protocol):
 
     @property
     def places(self) -> int:
-        """How many places there are to look at with ``held``, from 0 on."""
+        """Number of places that ``held`` can look at, from 0 on."""
         ...
 
     def held(self, start: int, end: int) -> Sequence[BlockKey]:
-        """The blocks in the places from ``start`` up to ``end``."""
+        """Return the blocks at the places from ``start`` up to ``end``."""
         ...
 
     def __contains__(self, key: BlockKey, /) -> bool: ...
@@ -31,33 +31,33 @@ class Holdings(Iterable[BlockKey], Protocol):
 class Ladder(Protocol):
     """The levels as one cache. Calls come from any thread and never wait for a tier.
 
-    ``lock`` guards the bookkeeping; it is reentrant, so that whoever holds it makes several calls
+    ``lock`` guards the bookkeeping. It is reentrant, so a caller that holds it makes several calls
     as one. Mappings are by the levels' names, hottest first.
     """
 
     @property
     def lock(self) -> StackLock:
-        """Held for at most ``STEP`` blocks that are looked at one by one."""
+        """Lock of the bookkeeping, held for at most ``STEP`` blocks that are handled one by one."""
         ...
 
     @property
     def clock(self) -> Clock:
-        """The only one; its seconds are those of the loop."""
+        """The only clock; its seconds are those of the loop."""
         ...
 
     @property
     def events(self) -> EventBuffer:
-        """What comes to a level and leaves one; the lock is held around its calls."""
+        """Blocks that come to a level and leave one; the lock is held around its calls."""
         ...
 
     @property
     def indexes(self) -> Mapping[str, Holdings]:
-        """What each level holds."""
+        """Blocks that each level holds."""
         ...
 
     @property
     def media(self) -> Mapping[str, str]:
-        """What each level is made of, as in vLLM's events: ``CPU``, ``STORAGE`` ..."""
+        """Medium of each level, as in vLLM's events: ``CPU``, ``STORAGE`` ..."""
         ...
 
     @property
@@ -66,31 +66,31 @@ class Ladder(Protocol):
         ...
 
     def lasting(self) -> Mapping[str, bool]:
-        """The levels that outlive the engine, and whether each takes blocks now."""
+        """Return the levels that outlive the engine, and whether each takes blocks now."""
         ...
 
     def where(self, key: BlockKey) -> str | None:
-        """The hottest level that holds the block or is about to; with the lock held."""
+        """Return the hottest level that holds the block or is about to; with the lock held."""
         ...
 
     def meta(self, key: BlockKey) -> BlockMeta | None:
-        """What the hottest level that holds the block knows of it; with the lock held."""
+        """Return what the hottest level that holds the block knows of it; with the lock held."""
         ...
 
     def used(self, key: BlockKey, meta: BlockMeta) -> str | None:
-        """A block that was used elsewhere is worth ``meta`` now; with the lock held.
+        """Update what a block that was used elsewhere is worth; with the lock held.
 
-        It leaves the levels whose thresholds it does not reach any more. The hottest that holds it
-        then, or is about to, None if there is none.
+        The block leaves the levels with thresholds that it no longer reaches. Returns the hottest
+        level that still holds it or is about to, None if there is none.
         """
         ...
 
     def lease(self, count: int) -> list[Slot]:
-        """Up to ``count`` slots, evicting from host what levels below hold too."""
+        """Lease up to ``count`` slots, evicting from host blocks that levels below hold too."""
         ...
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """These leased slots are not used any more."""
+        """Give back leased slots that are not used any more."""
         ...
 
     def reserve(
@@ -101,20 +101,22 @@ class Ladder(Protocol):
         explicit: bool,
         patient: bool = False,
     ) -> tuple[list[int], list[Slot], int]:
-        """Lease slots for those of ``keys`` that are to be saved: their positions, and the slots.
+        """Lease slots for those of ``keys`` that are to be saved; return their positions and the
+        slots.
 
-        Consecutive blocks of a prefix. ``explicit`` metas replace those of blocks that are here.
-        Last comes the position of the first one without room, ``len(keys)`` if all have some; who
-        is ``patient`` tries again. Each key returned must be given to ``publish`` or ``abandon``.
+        The keys are consecutive blocks of a prefix. ``explicit`` metas replace those of blocks that
+        are here. The third result is the position of the first block without room, ``len(keys)`` if
+        all have some; a ``patient`` caller tries again. Each key returned must be given to
+        ``publish`` or ``abandon``.
         """
         ...
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """The bytes of these reserved blocks are complete: from now on they are hits."""
+        """Make these reserved blocks hits: their bytes are complete."""
         ...
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """These reserved blocks will not be filled: their slots are free again."""
+        """Free the slots of these reserved blocks, which will not be filled."""
         ...
 
     def clear(self, *, erase: bool = False) -> Iterator[object]:
@@ -125,7 +127,7 @@ class Ladder(Protocol):
         ...
 
     def purge(self, salt: bytes) -> Iterator[Mapping[str, int]]:
-        """Forget every block of a salt, step by step: after each, how many by level so far.
+        """Forget every block of a salt; yield after each step how many are gone by level so far.
 
         Nothing of this salt is stored until the iteration is over or closed.
         """

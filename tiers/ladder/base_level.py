@@ -1,4 +1,4 @@
-"""A shelf: what one level holds, host or any below it. It never waits, and awaits nothing."""
+"""Base of all levels: index, rule, statistics, events, expiry. Nothing here awaits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Blocks that may be in no level any more: one lost them, or they did not get there.
+    """Keeps blocks that may be in no level any more: a level lost them, or never got them.
 
     The stack's lock is held around every call.
     """
@@ -42,24 +42,24 @@ class Journal:
         return key in self._keys
 
     def add(self, keys: Iterable[BlockKey]) -> None:
-        """Something happened to these."""
+        """Add blocks that were lost or given up."""
         self._keys.extend(keys)
 
     def take(self) -> Collection[BlockKey]:
-        """All of them since the last call, some twice; in no time, however many there are."""
+        """Return all blocks since the last call, some twice, in constant time."""
         taken, self._keys = self._keys, unseen(deque[BlockKey]())
         return taken
 
 
 class EventBuffer:
-    """At most ``events_max`` events; the oldest give way and are reported by one Overflow.
+    """Keeps at most ``events_max`` events; the oldest give way and are reported by one Overflow.
 
-    With 0 nothing is collected. The stack's lock is held around every call.
+    With 0 no event is collected. The stack's lock is held around every call.
 
     Parameters
     ----------
     post:
-        Has another thread, or this one after it has released the lock, call a function soon.
+        Schedules a function on another thread, or on this one after it has released the lock.
     """
 
     def __init__(self, events_max: int, *, post: Callable[..., object]) -> None:
@@ -69,11 +69,11 @@ class EventBuffer:
         self._post = post
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._telling = False
-        """Whether listeners are about to be called."""
+        """True if the call of the listeners is scheduled."""
         self._journals: tuple[Journal, ...] = ()
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Have ``listener`` called soon after events, by ``post``: never under the lock."""
+        """Have ``post`` call ``listener`` soon after events, never under the lock."""
         self._listeners = (*self._listeners, listener)
 
     def ignore(self, listener: Callable[[], object]) -> None:
@@ -81,7 +81,7 @@ class EventBuffer:
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def follow(self) -> Journal:
-        """What is lost or given up from now on, until ``unfollow``."""
+        """Return a journal of blocks that are lost or given up from now on, until ``unfollow``."""
         journal = Journal()
         self._journals = (*self._journals, journal)
         return journal
@@ -91,13 +91,13 @@ class EventBuffer:
         self._journals = tuple(other for other in self._journals if other is not journal)
 
     def wake(self) -> None:
-        """Have listeners called soon."""
+        """Schedule the call of the listeners."""
         if self._listeners and not self._telling:
             self._telling = True
             self._post(self._tell)
 
     def tell(self, event: Stored | Removed) -> None:
-        """Collect an event of a level above the ladder's, whose blocks no journal follows."""
+        """Collect an event of a level above the ladder's; journals do not follow its blocks."""
         self.wake()
         if self._max:
             self._add(event)
@@ -108,18 +108,18 @@ class EventBuffer:
             self.tell(Stored(level, tuple(keys)))
 
     def removed(self, level: str, keys: Sequence[BlockKey], reason: Reason) -> None:
-        """Collect a Removed, unless ``keys`` is empty."""
+        """Collect a Removed, unless ``keys`` is empty, and tell the journals."""
         if keys:
             self.given_up(keys)
             self.tell(Removed(level, tuple(keys), reason))
 
     def given_up(self, keys: Sequence[BlockKey]) -> None:
-        """A level was to get these, and does not: for journals, no event."""
+        """Tell journals, without an event, of blocks that a level was to get and does not get."""
         for journal in self._journals:
             journal.add(keys)
 
     def _tell(self) -> None:
-        self._telling = False  # first: what happens from now on is told again
+        self._telling = False  # first, so that events from now on schedule another call
         for listener in self._listeners:
             listener()
 
@@ -130,7 +130,7 @@ class EventBuffer:
         self._events.append(event)
 
     def take(self) -> list[Event]:
-        """Everything collected since the last call, oldest first."""
+        """Return everything collected since the last call, oldest first."""
         taken, self._events = self._events, deque()
         if self._lost:
             taken.appendleft(Overflow(self._lost))
@@ -140,7 +140,7 @@ class EventBuffer:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all levels of one stack have in common."""
+    """The part that all levels of one stack have in common."""
 
     arena: Arena
     lock: StackLock
@@ -148,44 +148,44 @@ class Shared:
     events: EventBuffer
     notices: Notices
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
-    """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
+    """Salts that are being purged: no level takes their blocks meanwhile."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
 
     @cached_property
     def unreleased(self) -> Unreleased:
-        """Fetches and saves whose owner lost them."""
+        """Fetches and saves that their owner lost before their release."""
         return Unreleased(self.notices)
 
     @property
     def bulk_step(self) -> int:
-        """``BULK_STEP``, or less where books are too large for the processor's caches."""
+        """``BULK_STEP``, or less where the indexes do not fit the processor's caches."""
         return BULK_STEP if self.arena.slots <= SMALL else BULK_STEP // 8
 
     @property
     def load_step(self) -> int:
-        """How many blocks begin to come up at once, for which others may have to leave."""
+        """Number of loads that begin in one step; other blocks may have to be evicted for them."""
         return BATCH if self.arena.slots <= SMALL else STEP
 
     def refuses(self, salt: bytes) -> bool:
-        """Whether no level takes blocks of this salt now."""
+        """Return whether no level takes blocks of this salt now."""
         purging = self.purging
         return bool(purging) and (salt in purging or EVERYTHING in purging)
 
 
 class StackCallbacks(Protocol):
-    """What a level needs of the stack; with the lock held."""
+    """The part of the stack that a level needs. The stack's lock is held around every call."""
 
     def room(self, count: int, priority: int) -> list[Slot]:
-        """Lease slots for up to so many blocks of a priority."""
+        """Lease slots for up to ``count`` blocks of a priority."""
         ...
 
     def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
-        """The level below this one that should get the block when it leaves there."""
+        """Return the level below ``level`` that should get the block when it leaves, if any."""
         ...
 
     def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """Blocks that were offered to the level are stored, or given up."""
+        """Note that blocks which were offered to the level are stored, or given up."""
         ...
 
     def wake(self) -> None:
@@ -194,34 +194,34 @@ class StackCallbacks(Protocol):
 
 
 class BaseLevelSettings(Protocol):
-    """What every level has."""
+    """Settings that every level has."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the level."""
         ...
 
     @property
     def rule(self) -> OffloadRule:
-        """What it takes."""
+        """Rule that says which blocks the level takes."""
         ...
 
     @property
     def policy(self) -> EvictionPolicy:
-        """Which of its blocks goes first."""
+        """Order in which its blocks are evicted."""
         ...
 
     @property
     def shares(self) -> Shares:
-        """How much of it salts may have."""
+        """Limits to the blocks that each salt may have there."""
         ...
 
 
 class BaseLevel(ABC, Generic[P]):
-    """What the host level and those below it have in common: rule, index, statistics.
+    """Base of the host level and of those below it: rule, index, statistics.
 
-    Every call has the stack's lock held, from any thread. ``bit`` says which of the levels in a
-    block's terms it is.
+    Every call has the stack's lock held, from any thread. ``bit`` is the level's bit in ``levels``
+    of a block's terms.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class BaseLevel(ABC, Generic[P]):
         )
 
     def admits(self, meta: BlockMeta) -> bool:
-        """Whether a block of this meta would be taken now."""
+        """Return whether a block of this meta would be taken now."""
         return (
             self.rule.admits(meta.floor, meta.hits)
             and bool(meta.terms.levels & self.bit)
@@ -252,7 +252,7 @@ class BaseLevel(ABC, Generic[P]):
         )
 
     def find(self, key: BlockKey) -> P | None:
-        """The block's place, or None; a block whose time has come is expired instead."""
+        """Return the block's place, or None. A block with its time over is expired instead."""
         place = self.index.place(key)
         if place is None:
             return None
@@ -273,11 +273,11 @@ class BaseLevel(ABC, Generic[P]):
         self.index.insert(keys, places, meta, expires_s=expires_s, pins=pins)
 
     def expire(self, now_s: float, count_max: int) -> None:
-        """Forget blocks, at most so many, whose request wanted them to expire by now."""
+        """Forget at most ``count_max`` blocks that expire by their terms by ``now_s``."""
         self.forget(self.index.due(now_s, count_max), "expired")
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the blocks, by a user's wish; how many were here."""
+        """Forget the blocks by a user's wish, and return how many were here."""
         known = self.index.keys()
         held = [key for key in keys if key in known]
         if held:
@@ -285,16 +285,18 @@ class BaseLevel(ABC, Generic[P]):
         return len(held)
 
     def forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
-        """Hold these no longer; who reads one, or has pinned it, goes on with it."""
+        """Hold these blocks no longer. Their readers, and fetches that pinned them, keep their
+        slots.
+        """
         if keys:
-            if reason != "lost":  # which is counted where it is missed
+            if reason != "lost":  # a lost block is counted as a miss
                 setattr(self.stats, reason, getattr(self.stats, reason) + len(keys))
             self._freed(keys, self.index.drop(keys), reason)
             self.shared.events.removed(self.name, keys, reason)
 
     @abstractmethod
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[P], reason: Reason) -> None:
-        """These have just left the index, for this reason, and were at these places."""
+        """Free what belonged to blocks that just left the index for ``reason``, at these places."""
 
 
 class Expiry:
@@ -306,7 +308,7 @@ class Expiry:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self) -> None:
-        """Look at what is there now; on the loop thread, with the lock held."""
+        """Set the timer for the next block that expires; on the loop thread, with the lock held."""
         next_s = min(level.index.next_end_s for level in self._levels)
         if self._timer is not None and self._timer.when() > next_s:
             self.cancel()
@@ -314,7 +316,7 @@ class Expiry:
             self._timer = asyncio.get_running_loop().call_at(next_s, self._ring)
 
     def cancel(self) -> None:
-        """It does not go off."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Batches of any size: piece by piece, each as large as there is room for, and in its turn."""
+"""Transfers larger than the arena: piece by piece, each as large as there is room for, in turn."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from kvladder.tiers.ladder.loading.fetch import Fetch, SetFetch
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
 
 PINNED_MAX: Final = 0.5
-"""Pieces of fetches hold no larger share of the slots: who saves needs some, too."""
+"""Largest share of the slots that pieces of fetches hold: saves need some, too."""
 ROOM_S: Final = 1.0
-"""How long a piece of a save waits for room that others are about to make."""
+"""Time that a piece of a save waits for room that others are about to make."""
 POLL_S: Final = 0.005
 SILENT_S: Final = 1.0
-"""Whoever has not asked for so long does not hold up those behind it; it keeps its place."""
+"""A transfer that has not asked for this long does not delay others; it keeps its place."""
 
 
 class SlotAdmission:
-    """Who waits for slots, in the order in which they came; from any thread."""
+    """Admits transfers that wait for slots, first come, first served; from any thread."""
 
     def __init__(self, slots: float, clock: Clock, unreleased: Unreleased) -> None:
         self.unreleased = unreleased
-        """Where finalizers of those that waited, or held slots, leave what is to be given back."""
+        """Queue in which finalizers of lost transfers leave the slots to be given back."""
         self._lock = threading.Lock()
         self._left = slots
         self._clock = clock
         self._asked_s: dict[object, float] = {}
-        """Tickets of those that wait, the first first, and when each asked last."""
+        """Tickets of waiting transfers, the first first, and when each asked last."""
 
     def take(self, who: object, wanted: int) -> int:
-        """So many slots for ``who``, to be given back; 0 as long as it has to wait, or leave."""
+        """Take up to ``wanted`` slots for ``who``; return how many, 0 while it has to wait.
+
+        The caller gives them back with ``give``.
+        """
         if self.unreleased:
             self.unreleased.settle()
         with self._lock:
@@ -51,36 +54,36 @@ class SlotAdmission:
             return taken
 
     def give(self, who: object, count: int) -> None:
-        """Slots are free again, and ``who`` does not wait any more."""
+        """Free slots again, and end the wait of ``who``."""
         with self._lock:
             self._left += count
             self._asked_s.pop(who, None)
 
 
 class BatchedTransfer(ABC):
-    """Something that is done piece by piece. Ask ``ready``, use the piece, then ``advance``.
+    """Base of a transfer in pieces. Ask ``ready``, use the piece, then ``advance``.
 
-    Owned by the caller, who calls ``close`` in the end; that may be called again. If the caller
-    loses it, a ResourceWarning says so, and others may have its slots.
+    The caller owns it and calls ``close`` in the end; that may be called again. If the caller loses
+    it, a ResourceWarning says so, and other transfers may have its slots.
     """
 
     _held = 0
     _waits = False
-    """Whether it was asked for a piece that has not come."""
+    """True if it was asked for a piece that is not ready."""
     first = 0
     """Position of the piece's first block."""
     count = 0
-    """How many blocks from there on the piece is about; with 0 it is over."""
+    """Number of blocks of the piece; with 0 the transfer is over."""
 
     def __init__(self, total: int, turns: SlotAdmission) -> None:
         self._total = total
         self._turns = turns
         self._ready = False
         self._ticket = object()
-        """What waits in its place, so that the loss of this object is noticed."""
+        """Stands for it in the queue, so that this object can still be garbage-collected."""
         self._waits = False
         self._held = 0
-        """Slots that others cannot have meanwhile."""
+        """Number of slots that other transfers cannot have meanwhile."""
 
     def __del__(self) -> None:
         if self._held or self._waits:
@@ -88,7 +91,7 @@ class BatchedTransfer(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a piece to use, or nothing more to come; never waits."""
+        """True if there is a piece to use, or no more is to come; never waits."""
         if not self._ready:
             self._ready = self.first >= self._total or self._attempt()
             self._waits = not self._ready
@@ -96,24 +99,24 @@ class BatchedTransfer(ABC):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes; once it is ready."""
+        """True if no more is to come, once it is ready."""
         return self._ready and not self.count
 
     @abstractmethod
     def _attempt(self) -> bool:
-        """Make the next piece; whether that is settled, then ``count`` is known."""
+        """Try to make the next piece; return whether it is settled, with ``count`` set."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """The piece is not used any more, and there may be none."""
+        """Give up the piece, if there is one."""
 
     def advance(self) -> None:
-        """Let go of the piece, and have the next one come."""
+        """Give up the piece, and go on to the next one."""
         self._let_go()
         self.first, self.count, self._ready = self.first + self.count, 0, False
 
     def close(self) -> None:
-        """Let go of the piece; nothing more comes."""
+        """Give up the piece; no more is to come."""
         self._let_go()
         self._waits = False
         self.first, self.count, self._ready = self._total, 0, True
@@ -130,18 +133,18 @@ class BatchedTransfer(ABC):
 
 
 class BatchedFetch(BatchedTransfer):
-    """The prefix of some blocks, or those of a set, each piece a ``Fetch`` of its own.
+    """Fetches the prefix of some blocks, or those of a set; each piece is a ``Fetch`` of its own.
 
-    A piece ends before a block that is here but for which there was no room, or no time; if that
-    is its first one it is tried again, up to the deadline. A prefix ends with a block that is not
-    here; in a set such a block ends nothing.
+    A piece ends before a block that is here but found no room, or no time. If that is its first
+    block, it is tried again, up to the deadline. A prefix ends with a block that is not here; in a
+    set such a block ends nothing.
 
     Parameters
     ----------
     begin:
         Begins to fetch some of the blocks.
     knows:
-        Which of some blocks are here, as far as is known.
+        Returns which of some blocks are here, as far as is known.
     deadline_s:
         How long each piece may take.
     most:
@@ -173,7 +176,7 @@ class BatchedFetch(BatchedTransfer):
 
     def _attempt(self) -> bool:
         if self.fetch is None:
-            # its turn comes, since whoever holds slots gives them back
+            # its turn comes, as every holder gives its slots back
             self._held = self._turns.take(self._ticket, min(self._most, self._total - self.first))
             if not self._held:
                 return False
@@ -184,7 +187,7 @@ class BatchedFetch(BatchedTransfer):
             return False
         is_set = isinstance(self.fetch, SetFetch)
         came = self._came(self.fetch)
-        # nothing came: of a block that is here that may be for want of room, so it is tried again
+        # a block that is here and did not come may have found no room, so it is tried again
         is_late = self._until_s is None or self._clock.now() >= self._until_s
         if not came and not is_late and self._knows([self._keys[self.first]])[0]:
             self._let_go()
@@ -198,11 +201,11 @@ class BatchedFetch(BatchedTransfer):
 
     @property
     def held(self) -> int:
-        """How many slots it holds, or may."""
+        """Number of slots that it holds or may still need."""
         return self._held
 
     def _came(self, fetch: Fetch) -> int:
-        """Of how many blocks it is settled whether they are here."""
+        """Return for how many leading blocks it is settled whether they are here."""
         if not isinstance(fetch, SetFetch):
             return fetch.blocks
         found, asked = fetch.found, self._keys[self.first : self.first + self._held]
@@ -230,12 +233,12 @@ class Reserved(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """May be none."""
+        """The slots; may be empty."""
         ...
 
     @property
     def end(self) -> int:
-        """Position of the first block for which there was no room; behind the last if for all."""
+        """Position of the first block without room; behind the last if all have some."""
         ...
 
 
@@ -243,21 +246,22 @@ R = TypeVar("R", bound=Reserved)
 
 
 class BatchedSave(BatchedTransfer, Generic[R]):
-    """A save for which there may not be room at once: each piece is as much as finds room.
+    """Saves blocks for which there may not be room at once: each piece is as large as its room.
 
-    It waits for room as long as others are about to make some. What finds none then is left out.
+    It waits for room as long as others are about to make some. Blocks that still find none are left
+    out.
 
     Parameters
     ----------
     begin:
         Reserves what it can of the blocks from a position on; ``patient`` if it is tried again.
     moving:
-        Whether anything is under way that may make room; is told, if that changes, for how many
-        blocks this waits.
+        Returns whether anything is under way that may make room. Its argument is the number of
+        blocks that this save begins to wait for, 0 when the wait ends, None if neither changed.
     """
 
     piece: R | None = None
-    """The piece, which the caller commits or aborts before it goes on."""
+    """The piece. The caller commits or aborts it before it goes on."""
 
     def __init__(
         self,
@@ -274,7 +278,7 @@ class BatchedSave(BatchedTransfer, Generic[R]):
         self._clock = clock
         self._until_s: float | None = None
         self._is_told = False
-        """Whether it is known that this one waits for room."""
+        """True if ``moving`` was told that this save waits for room."""
 
     def _attempt(self) -> bool:
         now_s = self._clock.now()

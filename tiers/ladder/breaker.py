@@ -1,4 +1,4 @@
-"""What guards a tier's callers: breakers, answers that are checked, errors that are contained."""
+"""Guards for calls of a tier: breakers, answers that are checked, errors that are contained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 Results = Sequence[bool | None]
 State = Literal["closed", "trial", "open"]
 BREAKER_STATES: tuple[State, ...] = get_args(State)
-"""In the order of their numbers in statistics."""
+"""The states in the order of their numbers in statistics."""
 Kind = Literal["get", "put", "remove", "contains"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The kinds of calls; a breaker each, since a success of one says nothing of another."""
+"""The kinds of calls. Each has a breaker, as success of one kind says nothing about another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class BreakerSettings:
     """When a level's breakers open and when they try again."""
 
     failures: int = 3
-    """Failures in a row of one kind of call after which that kind is left out."""
+    """Number of failures in a row of one kind of call that opens its breaker."""
     retry_s: float = 5.0
     """Seconds until the first trial; doubled after each trial that fails."""
     retry_max_s: float = 60.0
-    """The longest time between two trials."""
+    """Longest time between two trials."""
 
 
 class Breaker:
     """Decides whether calls of one kind may begin.
 
-    Closed: they may. Open: none may until the retry time. Trial: one is under way, and decides.
-    The trial's success closes the breaker, its failure opens it for twice as long.
+    Closed: they may. Open: none may until the retry time. Trial: one is in flight, and decides. The
+    trial's success closes the breaker, its failure opens it for twice as long.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -50,17 +50,17 @@ class Breaker:
         self.opened = 0
 
     def allows(self, now_s: float) -> bool:
-        """Whether a call may begin now; changes nothing."""
+        """Return whether a call may begin now; changes nothing."""
         if self.state == "closed":
             return True
         return self.state == "open" and now_s >= self._retry_at_s
 
     def retry_in_s(self, now_s: float) -> float:
-        """Seconds until ``allows`` may become true; 0 if it is."""
+        """Return the seconds until ``allows`` may become true; 0 if it is."""
         return 0.0 if self.state == "closed" else max(0.0, self._retry_at_s - now_s)
 
     def begin(self, now_s: float) -> bool:
-        """Like ``allows``, for a call that does begin: from open it becomes the trial."""
+        """Return ``allows`` for a call that begins if it may; an open breaker goes to trial."""
         if not self.allows(now_s):
             return False
         if self.state == "open":
@@ -68,18 +68,18 @@ class Breaker:
         return True
 
     def success(self) -> None:
-        """The tier answered."""
+        """Close the breaker: the tier answered."""
         self._failures = 0
         self._wait_s = self._settings.retry_s
         self.state = "closed"
 
     def give_up(self) -> None:
-        """A call that had begun was ended from here, and tells nothing of the tier."""
+        """End a call that its caller cancelled, which says nothing of the tier."""
         if self.state == "trial":
-            self.state = "open"  # its time has come already: the next call is the trial
+            self.state = "open"  # the retry time is over, so the next call is the trial
 
     def failure(self, now_s: float) -> None:
-        """The tier failed or did not answer in time."""
+        """Count a failure or timeout of the tier."""
         self._failures += 1
         if self.state == "trial":
             self._wait_s = min(self._wait_s * 2, self._settings.retry_max_s)
@@ -92,20 +92,20 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """How long a tier may take and when it is left alone."""
+    """Timeout and breaker for the calls of a tier."""
 
     timeout_s: float = 5.0
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
 
 PAUSE_S = 1.0
-"""From the end of a task that died to its next start."""
+"""Seconds from the end of a task that died to its next start."""
 
 
 async def supervised(
     work: Callable[[], Awaitable[None]], died: Callable[[BaseException], object]
 ) -> None:
-    """Do ``work``, and begin anew each time it dies of an error, which ``died`` is told.
+    """Do ``work``, and start it again each time it dies of an error; ``died`` gets the error.
 
     Ends when it is cancelled or ``work`` returns.
     """
@@ -129,7 +129,7 @@ _MAYBES = (*_BOOLEANS, NoneType)
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """``work``, of a tier. What would end the loop that it runs on becomes a TierError."""
+    """Await ``work`` of a tier; an exception that would end the loop becomes a TierError."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -137,7 +137,7 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 def checked(kind: Kind, answer: object, count: int) -> Results:
-    """The answer to a call about ``count`` blocks; TierError if it is none."""
+    """Return the answer to a call about ``count`` blocks; raise TierError if it is malformed."""
     said, right = _listed(answer), _MAYBES if kind == "get" else _BOOLEANS
     if said is None or len(said) != count:
         return wrong(f"{count} booleans", answer)
@@ -153,7 +153,7 @@ def _listed(answer: object) -> list[object] | None:
 
 
 def wrong(expected: str, answer: object) -> NoReturn:
-    """Raise a TierError: it answered with something else than was expected."""
+    """Raise a TierError: the tier did not answer with what was ``expected``."""
     size = f" of {len(answer)}" if isinstance(answer, Sized) else ""
     said = f"{type(answer).__name__}{size}"
     raise TierError(f"it answered with {said}, expected {expected}", temporary=False)

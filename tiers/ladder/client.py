@@ -1,4 +1,4 @@
-"""The door to a tier: all that awaits it, with deadlines and breakers; a failure is a miss."""
+"""The client of a tier: all calls that await it, with deadlines; a failure is a miss."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ Threads = Callable[[str], Blocking]
 Operation = Callable[[], Awaitable[object]]
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long a tier may take to close, if it is not to be left behind."""
+"""Timeout for closing a tier; then the call is abandoned."""
 CALLS_TIMEOUT_S = 1.0
-"""How long its calls are waited for, once they are cancelled before and after that."""
+"""Timeout for the end of cancelled calls, before and after the tier is closed."""
 PURGE_TIMEOUT_S = 600.0
 BEHIND_CALLS_MAX = 8
-"""Calls left behind and not ended yet from which on a tier is not called at all."""
+"""Number of abandoned calls that have not ended at which a tier is no longer called."""
 BEHIND_SLOTS_SHARE = 4
-"""The same for the slots that they keep: from one in so many of the arena's on."""
+"""The same limit for slots: a tier is not called if such calls keep one in this many slots."""
 BEHIND_AFTER_S = 0.1
-"""Within this time a call that was cancelled may end before it counts for that."""
+"""Time after which a cancelled call that has not ended counts for these limits."""
 _VERBS: Mapping[Kind, str] = {
     "get": "read",
     "put": "write",
@@ -59,13 +59,13 @@ _VERBS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LevelSettings:
-    """How a level treats its tier."""
+    """Settings for the calls of a level's tier."""
 
     calls: CallSettings = field(default_factory=CallSettings)
     queue_blocks: int = 256
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     reads_max: int = 4
-    """Reads under way at once."""
+    """Reads in flight at once."""
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
 
 
@@ -80,39 +80,39 @@ class LevelDefinition:
     policy: EvictionPolicy
     settings: LevelSettings
     required: bool = False
-    """Whether the cache does not start without it."""
+    """True if the cache does not start without it."""
     verify: bool = True
-    """Whether stored bytes have a checksum, and are compared with it."""
+    """True if stored bytes have a checksum and are compared with it."""
     scratch: Sequence[Slot] = ()
-    """Slots of the arena that are for its codecs alone."""
+    """Slots of the arena that only its codecs use."""
     shares: Shares = NO_SHARES
-    """How many blocks salts may have there."""
+    """Limits to the blocks that each salt may have there."""
 
 
 class CallOutcome(NamedTuple):
-    """What came of a call."""
+    """Result of a call."""
 
     results: Results | None
-    """What the tier returned; None if it failed, hung or was not called."""
+    """Results from the tier; None if it failed, hung or was not called."""
     quiet: bool = True
-    """Whether the tier no longer touches the slots and places of the call."""
+    """True if the tier no longer touches the slots and places of the call."""
     full: bool = False
-    """Whether it failed because the medium is full."""
+    """True if it failed because the medium is full."""
     took_s: float = 0.0
 
 
 class TierClient:
-    """Calls a tier, through its codecs, so that nothing it does reaches further than a None.
+    """Calls a tier, through its codecs. Whatever the tier does, a caller sees only a None.
 
-    A claim on each slot is held until the tier no longer touches it. A call that is not over at
-    its deadline is cancelled and left behind, its slots quarantined until it has really ended. Each
-    kind of call has a breaker; and when too many calls are left behind, none begins until they end.
-    The door knows no index, and not what becomes of a place. Coroutines run on the loop thread.
+    A claim on each slot is held until the tier no longer touches it. A call that passes its
+    deadline is cancelled and abandoned; its slots stay claimed until it has really ended. Each kind
+    of call has a breaker. With too many abandoned calls no call begins until some end. The client
+    knows no index, and does not decide what becomes of a place. Coroutines run on the loop thread.
 
     Parameters
     ----------
     on_calm:
-        Called with the stack's lock held when a tier that had too many calls left behind has fewer.
+        Called with the stack's lock held when few enough abandoned calls are left again.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class TierClient:
         )
         self.breakers = {kind: Breaker(spec.settings.calls.breaker) for kind in KINDS}
         self._reads = asyncio.Semaphore(spec.settings.reads_max)
-        """Whoever reads holds it, so that not too many reads are under way at once."""
+        """Limits the reads in flight; each read holds it."""
         self.settings = spec.settings.calls
         self.required = spec.required
-        """Whether the cache does not start without the tier."""
+        """True if the cache does not start without the tier."""
         self.why = ""
-        """Why the tier is left out now; empty if it is not."""
+        """Reason why the tier is left out now; empty if it is not."""
         self._spec = spec
         self._name = spec.name
         self._shared = shared
@@ -137,29 +137,29 @@ class TierClient:
         self._on_calm = on_calm
         self._calls: set[asyncio.Task[Results]] = set()
         self._behind: dict[asyncio.Task[Results], int] = {}
-        """Calls left behind that have not ended, and how many slots each keeps."""
+        """Abandoned calls that have not ended, and how many slots each keeps."""
         self.crowded = False
-        """Whether too many calls are left behind for another one to begin."""
+        """True if too many abandoned calls keep another one from beginning."""
         self.absent = True
-        """Whether the tier is not open (yet): it is called for nothing."""
+        """True if the tier is not open (yet): it is not called at all."""
         self._closing = False
 
     # ---- what is known of the tier
 
     @property
     def behind(self) -> int:
-        """Calls that were left behind and have not ended."""
+        """Number of abandoned calls that have not ended."""
         return len(self._behind)
 
     def open(self, kind: Kind) -> bool:
-        """Whether the tier may be called in this way now."""
+        """Return whether the tier may be called in this way now."""
         if self.crowded or self.absent:
             return False
-        breaker = self.breakers[kind]  # asked for each block: the clock takes the longest
+        breaker = self.breakers[kind]  # called for each block; reading the clock takes longest
         return breaker.state == "closed" or breaker.allows(self._shared.clock.now())
 
     def ill(self, *kinds: Kind) -> bool:
-        """Whether the last that is known of one of these kinds is that it failed too often."""
+        """Return whether calls of one of these kinds are known to fail, or none may begin."""
         return (
             self.crowded
             or self.absent
@@ -167,29 +167,30 @@ class TierClient:
         )
 
     def retry_in_s(self, *kinds: Kind) -> float | None:
-        """Seconds until one of these kinds, which may not be called now, may be; None if all may.
+        """Return the seconds until one of these kinds may be called again; None if all may now.
 
-        None, too, while calls that were left behind are in the way: ``wake`` tells when they end.
+        Also None while abandoned calls are in the way, or the tier is not open: ``wake`` tells when
+        that ends.
         """
         now = self._shared.clock.now()
         shut = [self.breakers[kind] for kind in kinds if not self.breakers[kind].allows(now)]
         if self.crowded or self.absent or not shut:
             return None
-        limit_s = self.settings.timeout_s  # by then a trial is over
+        limit_s = self.settings.timeout_s  # a trial is over by then
         return min(limit_s if b.state == "trial" else b.retry_in_s(now) for b in shut)
 
     @property
     def states(self) -> dict[Kind, State]:
-        """The state of the breaker of each kind of call."""
+        """State of the breaker of each kind of call."""
         return {kind: self.breakers[kind].state for kind in KINDS}
 
     # ---- the start of a tier, and its end
 
     def prepare(self, layout: Layout, namespace: Namespace, threads: Threads) -> TierContext:
-        """Open the codecs; returns what the tier is to be opened with.
+        """Open the codecs, and return the context for opening the tier.
 
-        The tier gets ``threads`` of its own and its codecs others, so that what hangs there holds
-        up nobody else.
+        The tier and its codecs get ``threads`` of their own, so that a thread that hangs blocks no
+        other user.
 
         Raises
         ------
@@ -214,7 +215,7 @@ class TierClient:
         return context
 
     def leave_out(self, why: str) -> None:
-        """The tier is not called until it is ``opened``; the first reason is told."""
+        """Note why the tier is not called until it is ``opened``, and report the first reason."""
         if not self.why:
             then = "the cache works without it and tries again in the background"
             what = f"tier {self._name} is left out: {why}: {then}"
@@ -222,11 +223,11 @@ class TierClient:
         self.why = why
 
     def opened(self) -> None:
-        """The tier is open, and has said what it has: from now on it is called."""
+        """Allow calls: the tier is open and has recovered its blocks."""
         self.why, self.absent = "", False
 
     async def aclose(self) -> None:
-        """Close the tier; what does not end within ``CLOSE_TIMEOUT_S`` is left behind."""
+        """Close the tier; abandon what does not end within ``CLOSE_TIMEOUT_S``."""
         closing = asyncio.ensure_future(contained(self.tier.aclose()))
         await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
         what = ""
@@ -240,7 +241,7 @@ class TierClient:
             self._shared.notices.say(f"{self._name} close", f"tier {self._name} {what}")
 
     async def end_calls(self) -> None:
-        """Cancel what is under way and wait for it, but not longer than ``CALLS_TIMEOUT_S``."""
+        """Cancel calls in flight and wait for them, at most ``CALLS_TIMEOUT_S``."""
         self._closing = True
         for task in self._calls:
             task.cancel()
@@ -250,15 +251,15 @@ class TierClient:
     # ---- calls
 
     async def get(self, blocks: Sequence[LevelRead], ended: Callable[[], None]) -> CallOutcome:
-        """Fill the blocks' slots, when it is their turn; see ``call``.
+        """Fill the blocks' slots, when a read may begin; see ``call``.
 
-        ``ended`` runs under the lock once nobody reads any more, however that comes, even late.
+        ``ended`` runs under the lock once no call reads them any more, in every case, even late.
         """
         slots = [block.slot for block in blocks]
         get, answer = self.pipeline.get, CallOutcome(None)
         try:
             async with self._reads:
-                answer = CallOutcome(None, quiet=False)  # if it is cancelled, it is left behind
+                answer = CallOutcome(None, quiet=False)  # what holds if ``call`` is cancelled
                 answer = await self.call(
                     "get", lambda: get(blocks), ended, slots=slots, expected=len(blocks)
                 )
@@ -275,11 +276,11 @@ class TierClient:
         return await self.call("put", lambda: put(blocks), late, slots=slots, expected=len(blocks))
 
     async def remove(self, blocks: Sequence[Ref], late: Callable[[], None]) -> CallOutcome:
-        """Have the tier forget these; see ``call``."""
+        """Have the tier forget these blocks; see ``call``."""
         return await self.call("remove", lambda: self.tier.remove(blocks), late)
 
     async def contains(self, keys: Sequence[BlockKey]) -> CallOutcome:
-        """Whether a shared tier has these blocks; see ``call``."""
+        """Ask a shared tier whether it has these blocks; see ``call``."""
         blocks = [Ref(key, NO_PLACE) for key in keys]
         return await self.call(
             "contains",
@@ -290,10 +291,11 @@ class TierClient:
         )
 
     async def purge(self, salt: bytes | None, start: int) -> tuple[int, int | None] | None:
-        """Purge a shared tier of a salt, None for all, or take a step of erasing in another one.
+        """Purge a shared tier of a salt, None for all, or run a step of erasing in another one.
 
-        ``start`` is where erasing begins. Returns how many blocks are gone and where to go on, None
-        at the end; nothing where it failed. Neither ``put`` nor ``remove`` is called meanwhile.
+        Erasing begins at place ``start``. Returns how many blocks are gone and where to continue,
+        None at the end; returns None alone if it failed. Neither ``put`` nor ``remove`` is called
+        meanwhile.
         """
         done, following = 0, None
 
@@ -323,8 +325,8 @@ class TierClient:
     ) -> CallOutcome:
         """Call the tier; a call that does not return ``expected`` booleans has failed.
 
-        If it is left behind, or nobody takes its answer, ``late`` runs under the lock when it has
-        ended. None for ``expected`` takes any answer for none.
+        With None for ``expected`` any answer counts as success. If the call is abandoned, or its
+        caller is cancelled, ``late`` runs under the lock when it has ended.
         """
         shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
@@ -372,9 +374,9 @@ class TierClient:
                 self._behind[task] = len(slots)
                 loop.call_later(BEHIND_AFTER_S, self._recount)
                 task.cancel()
-            if not decided:  # cancelled: the cache closes, and the tier has failed at nothing
+            if not decided:  # cancelled: the cache closes, so no failure of the tier
                 breaker.give_up()
-                if has_ended:  # at the same moment
+                if has_ended:  # it ended at the same moment
                     self._tell(late)
         if left_behind:
             self._failed(kind, f"no answer within {timeout_s:g} s")
@@ -383,12 +385,12 @@ class TierClient:
         return self._answer(kind, task, shared.clock.now() - begun_s)
 
     def _tell(self, late: Callable[[], None]) -> None:
-        """A call has ended of which nobody takes the answer."""
+        """Report the end of a call whose result is no longer awaited."""
         with self._shared.lock:
             late()
 
     def _recount(self) -> None:
-        """Calls were left behind or have ended: see whether others may begin."""
+        """Decide anew whether calls may begin, after abandoned ones came or ended."""
         was_crowded, kept = self.crowded, sum(self._behind.values())
         slots_max = max(1, self._shared.arena.slots // BEHIND_SLOTS_SHARE)
         self.crowded = len(self._behind) >= BEHIND_CALLS_MAX or kept >= slots_max
@@ -425,7 +427,7 @@ class TierClient:
     # ---- what a tier says of itself at once, without the lock
 
     def spare(self, salt: bytes) -> float:
-        """``Tier.spare``; 0 if it fails at that, since there may be a quota."""
+        """Return ``Tier.spare``; 0 if that fails, since there may be a quota."""
 
         def ask() -> float:
             spare = float(self.tier.spare(salt))
@@ -434,7 +436,7 @@ class TierClient:
         return self._said("spare", ask, 0.0)
 
     def gauges(self) -> dict[str, int]:
-        """``Tier.gauges``; none if it fails at that."""
+        """Return ``Tier.gauges``; none if that fails."""
 
         def ask() -> dict[str, int]:
             return {name: int(value) for name, value in self.tier.gauges().items()}
@@ -442,7 +444,7 @@ class TierClient:
         return self._said("gauges", ask, {})
 
     def describe(self) -> dict[str, str]:
-        """``Tier.describe``; nothing if it fails at that."""
+        """Return ``Tier.describe``; nothing if that fails."""
         none: dict[str, str] = {}
         told = self._said("settings", lambda: dict(self.tier.describe()), none)
         return {str(name): str(value) for name, value in told.items()}

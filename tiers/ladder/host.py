@@ -22,16 +22,17 @@ from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import HOST, Terms
 
 CLEAN_MAX = 4 * BATCH
-"""Blocks, next to go, that are written below while loads wait for their slots."""
+"""Most of the next victims that are written below while loads wait for their slots."""
 SCAN_MAX = BATCH
-"""How far past a block that may not go yet the search for one that may goes on."""
+"""Most blocks that may not go yet and that a search for victims passes over."""
 
 Admitting = dict[tuple[int, int, Terms], Level | None]
-"""The hottest level that admits blocks of a floor, so many hits and terms, if one does."""
+"""The hottest level that admits blocks of a floor, a number of hits and terms; None if none does.
+"""
 
 
 class HostSettings(NamedTuple):
-    """The host level of a stack."""
+    """Settings of the host level of a stack."""
 
     name: str
     rule: OffloadRule
@@ -39,15 +40,14 @@ class HostSettings(NamedTuple):
     reserve_blocks: int
     """Slots kept free or clean in the background, so that a save finds room at once."""
     shares: Shares = NO_SHARES
-    """How many blocks salts may have there."""
+    """Limits to the blocks that each salt may have there."""
 
 
 class HostLevel(BaseLevel[Slot]):
-    """Level 0: a shelf whose places are arena slots, so nothing moves when a block comes or goes.
+    """Level 0. Its places are arena slots, so nothing moves when a block comes or goes.
 
-    Every call has the stack's lock held. The level holds one claim on the slot of each block;
-    whoever loads from a slot holds another and pins the block. ``below`` are the other levels,
-    hottest first.
+    Every call has the stack's lock held. The level holds one claim on the slot of each block. A
+    fetch holds another one and pins the block. ``below`` are the other levels, hottest first.
     """
 
     medium = "CPU"
@@ -57,31 +57,32 @@ class HostLevel(BaseLevel[Slot]):
         super().__init__(settings, shared, bit=HOST, blocks_max=blocks_max)
         self.reserve_blocks = settings.reserve_blocks
         self.has_looked = False
-        """Whether ``clean`` did not go by what it had found before."""
+        """True once ``clean`` has searched anew, without relying on its last result."""
         self._below = below
         self._demand_blocks = 0
         self._may_go = inf
-        """At most so many blocks may go now, as far as is known since room was short."""
+        """Upper bound of the blocks that may go now, as known since room was short."""
         self._ahead = 0
-        """So many of the next to go were found to need nothing, or to be on their way below."""
+        """Number of the next victims that were found to need no write, or to be on their way."""
         self._save_blocks = 0
         self._refused: dict[BlockKey, int] = {}
-        """Which levels did not take a block of this one, or gave it up again: their bits."""
+        """Bits of the levels that did not take a block of this one, or gave it up again."""
         self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
             level: OrderedDict() for level in below if level.rule.when == "commit"
         }
         """Per write-through level, blocks of this one that its queue had no room for."""
         self.writes_through = bool(self._backlog)
         self._lent: dict[Slot, bytes] = {}
-        """Slots leased for blocks of salts that have a quota, until these are held."""
+        """Slots leased for blocks of salts that have a quota, until host holds the blocks."""
         self._wanted: Counter[bytes] = Counter()
-        """Blocks of salts at their quota that have to be written below before they may go."""
+        """Number of blocks, by salt at its quota, that have to be written below before they may go.
+        """
         self.short_of: DropReason = "room"
-        """Why ``room`` gave fewer slots than it was asked for the last time."""
+        """Reason why ``room`` gave fewer slots than asked for the last time."""
         self._open: list[bool] = []
-        """Which levels took calls when the next to go were looked at."""
+        """Per level below, whether it was writable when ``clean`` last looked."""
 
-    # ---- who comes and goes
+    # ---- blocks that come and go
 
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[Slot], reason: Reason) -> None:
         self.on_drop(keys)
@@ -89,7 +90,7 @@ class HostLevel(BaseLevel[Slot]):
         self.shared.arena.release(places)
 
     def on_drop(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks left the level: nothing is remembered of them."""
+        """Forget what is noted of blocks that left the level."""
         for key in keys if self._refused else ():
             self._refused.pop(key, None)
         for waiting in self._backlog.values():
@@ -97,7 +98,7 @@ class HostLevel(BaseLevel[Slot]):
                 waiting.pop(key, None)
 
     def pin(self, slots: Sequence[Slot]) -> None:
-        """Keep these blocks, and claim their slots once more."""
+        """Pin the blocks at these slots, and claim the slots once more."""
         self.shared.arena.share(slots)
         self._ahead -= len(slots)
         self.index.pin(slots)
@@ -105,7 +106,7 @@ class HostLevel(BaseLevel[Slot]):
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Undo ``pin``, tail first, so that a prefix outlives what follows it.
 
-        A block that was removed meanwhile, or is somewhere else, is not pinned any more.
+        A block that was removed meanwhile, or now lies in another slot, is not pinned any more.
         """
         self._may_go += len(slots)
         both = zip(slots[::-1], keys[::-1], self.index.at(slots[::-1]), strict=True)
@@ -120,12 +121,13 @@ class HostLevel(BaseLevel[Slot]):
             self._lent.pop(slot, None)
 
     def room(self, count: int, priority: int, salt: bytes = b"") -> list[Slot]:
-        """Lease up to ``count`` slots for blocks of this priority, evicting exactly as needed.
+        """Lease up to ``count`` slots for blocks of this priority, evicting exactly as many as
+        needed.
 
-        Blocks of a ``salt`` that has as many as it may get room from its own blocks alone.
+        Blocks of a ``salt`` at its quota get room from its own blocks alone.
 
-        Never waits, and never evicts what is worth more than the newcomers or is still to be
-        written to a level below: then there are fewer slots than asked for.
+        Never waits. Never evicts a block that is worth more than the newcomers, or that is still to
+        be written to a level below; it then leases fewer slots than asked for.
         """
         arena = self.shared.arena
         now = self.shared.clock.now()
@@ -154,10 +156,10 @@ class HostLevel(BaseLevel[Slot]):
         self.shared.events.removed(self.name, gone, "evicted")
 
     def _within_quota(self, count: int, priority: int, salt: bytes) -> int:
-        """How many slots blocks of a salt may get; some of its own give way for them."""
+        """Return how many slots blocks of a salt may get; evict some of its own for them."""
         claims = self.shared.arena.claims
         coming = sum(its == salt for its in self._lent.values())
-        if self.index.spare(salt) - coming < count:  # some may have been given back meanwhile
+        if self.index.spare(salt) - coming < count:  # slots given back meanwhile count no more
             self._lent = {slot: its for slot, its in self._lent.items() if claims(slot)}
             coming = sum(its == salt for its in self._lent.values())
         room = int(min(count, self.index.spare(salt) - coming))
@@ -176,14 +178,14 @@ class HostLevel(BaseLevel[Slot]):
         return max(0, room + len(free))
 
     def _clean_own(self) -> None:
-        """Have blocks of salts at their quota written below, so that they may go for others."""
+        """Have blocks of salts at their quota written below, so that newer ones replace them."""
         wanted, self._wanted = self._wanted, Counter()
         for salt, count in wanted.items():
             own = list(islice(self.index.own_victims(salt), min(BATCH, count)))
             self._offer(self.shared.arena.unshared(own))
 
     def excess(self) -> list[tuple[BlockKey, Slot, BlockMeta]]:
-        """A step of blocks that salts hold beyond their quota."""
+        """Return a step of blocks that salts hold beyond their quota."""
         shared = self.shared.arena.unshared
         keys = self.index.excess(STEP, lambda place: not shared([Slot(place)]))
         slots = [slot for slot in self.index.places_of(keys) if slot is not None]
@@ -191,7 +193,7 @@ class HostLevel(BaseLevel[Slot]):
 
     @property
     def room_max(self) -> float:
-        """For more blocks than that it is not worth to ask for room again."""
+        """Most slots that ``room`` could give now; asking for more is of no use."""
         return self.shared.arena.free + max(0.0, self._may_go)
 
     # ---- where its blocks still have to be written
@@ -199,10 +201,10 @@ class HostLevel(BaseLevel[Slot]):
     def targets(
         self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], admitting: Admitting
     ) -> list[Level | None]:
-        """Where each block has to be written before it may go.
+        """Return the level to which each block has to be written before it may go.
 
-        None if the hottest level that admits it has it, or did not take it, or if none does.
-        ``admitting`` holds as long as the lock is not released, empty at first.
+        None if the hottest level that admits the block has it or did not take it, or if no level
+        admits it. ``admitting`` is a cache, empty at first; it is valid until the lock is released.
         """
         found: list[Level | None] = []
         refused = self._refused
@@ -223,7 +225,7 @@ class HostLevel(BaseLevel[Slot]):
         return found
 
     def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """A level took these blocks, or gave them up: those that are here may go."""
+        """Note that a level stored these blocks or gave them up: those that are here may go."""
         for key in keys if self._refused or not stored else ():
             refused = self._refused.pop(key, 0) & ~level.bit
             if not stored and key in self.index:
@@ -235,16 +237,16 @@ class HostLevel(BaseLevel[Slot]):
             self.doubt()
 
     def write_through(self, keys: Sequence[BlockKey]) -> bool:
-        """Queue new blocks, head first, where they are written on commit; whether some wait."""
+        """Queue new blocks, head first, at write-through levels; return whether some must wait."""
         for waiting in self._backlog.values():
             for key in keys:
                 waiting[key] = None
         return self.catch_up()
 
     def catch_up(self) -> bool:
-        """Offer write-through levels what they had no room for, oldest first; if there is more.
+        """Offer write-through levels their backlog, oldest first, one step for each level.
 
-        A step of blocks for each level.
+        Returns whether a level has both a backlog and room in its queue.
         """
         is_behind = False
         for level, waiting in self._backlog.items():
@@ -264,15 +266,15 @@ class HostLevel(BaseLevel[Slot]):
 
     @property
     def waits(self) -> bool:
-        """Whether a write-through level takes blocks and has not been offered all of them."""
+        """True if a write-through level that is writable has a backlog."""
         return any(waiting and level.writable for level, waiting in self._backlog.items())
 
     def demand(self, blocks: int) -> None:
-        """Loads wait for so many slots, on top of the reserve."""
+        """Note how many slots loads wait for, beyond the reserve."""
         self._demand_blocks = blocks
 
     def wait_for(self, blocks: int) -> None:
-        """A save waits for so many slots: what may go for them is looked at anew."""
+        """Note how many slots a save waits for, and have the next victims looked at anew."""
         self._save_blocks = blocks
         if blocks:
             self.doubt()
@@ -289,7 +291,7 @@ class HostLevel(BaseLevel[Slot]):
                 break
             before = len(chosen)
             passed += len(places)
-            # the others are being written, or read by a call left behind
+            # a shared slot is being written, or is read by an abandoned call
             places = self.shared.arena.unshared(places)
             keys, metas = index.keys_at(places), index.metas(places)
             targets = self.targets(keys, metas, admitting)
@@ -307,9 +309,10 @@ class HostLevel(BaseLevel[Slot]):
         return chosen
 
     def clean(self) -> None:
-        """Have the next to go written below, so that a save finds room without waiting.
+        """Have the next victims written below, so that a save finds room without waiting.
 
-        Of a wide window, what needed nothing is not looked at again until most of it has gone.
+        In a wide window, blocks that needed nothing are not looked at again until most of them have
+        gone.
         """
         if self._wanted:
             self._clean_own()
@@ -324,18 +327,18 @@ class HostLevel(BaseLevel[Slot]):
         if short <= 0 or not self.has_looked:
             return
         index = self.index
-        # loads ask ``room`` for the first ones next, which notes if they are not as they were
+        # ``_evictable`` lowers ``_ahead`` if the first victims have changed since
         passed = self._ahead = max(0, self._ahead) if window > BATCH else 0
         staying: list[Slot] = []
         victims = islice(index.victims(), passed, window)
         while len(staying) < BATCH and (places := list(islice(victims, BATCH - len(staying)))):
             passed += len(places)
-            staying += self.shared.arena.unshared(places)  # others are on their way
+            staying += self.shared.arena.unshared(places)  # shared slots are on their way below
         if self._offer(staying):
             self._ahead = passed
 
     def _offer(self, slots: Sequence[Slot]) -> bool:
-        """Offer these to levels that should have them; False if a queue is full."""
+        """Offer these blocks to the levels that should have them; return False if a queue fills."""
         keys, metas = self.index.keys_at(slots), self.index.metas(slots)
         targets = self.targets(keys, metas, {})
         for target in dict.fromkeys(targets):
@@ -344,11 +347,11 @@ class HostLevel(BaseLevel[Slot]):
             going = [other is target for other in targets]
             named, some = [*compress(keys, going)], [*compress(slots, going)]
             if not target.offer(named, some, [*compress(metas, going)], stay=True, new=True):
-                return False  # again when it has room
+                return False  # offered again when the queue has room
         return True
 
     def doubt(self) -> None:
-        """What is to go next, or where it would have to be written, may have changed."""
+        """Forget search results: the next victims, or where they should go, may have changed."""
         self._ahead = 0
         self._may_go = inf
 

@@ -1,26 +1,7 @@
-"""A level below host: everything that is known of it, and what becomes of each block there.
+"""One level below host: what is known of its blocks, and each step that a block takes there.
 
-Who holds a claim on a block's slot, and who its place, in each state of a block:
-
-===========  ==================  ====================  ========================  ===============
-state        where               slot                  place                     then
-===========  ==================  ====================  ========================  ===============
-queued       ``write_queue``     the write queue       none yet                  writing, gone
-writing      ``_writing``        the level and the     taken, once there is      held, leaving,
-                                 call                  room                      abandoned, gone
-held         ``index``           nobody                the index                 reading, leaving
-reading      ``index``           the reader            kept by ``places`` until  held, leaving
-                                                       the read has ended
-leaving      ``_removal_queue``  nobody                taken until the tier has  gone, abandoned
-                                                       forgotten the block
-abandoned    ``_removal_queue``  the call, until it    taken until then          leaving, gone
-                                 has ended
-gone         nowhere             nobody                free                      queued
-===========  ==================  ====================  ========================  ===============
-
-A block that is removed while it is written gets a tombstone: it leaves as soon as it is stored. An
-abandoned call is one that passed its deadline and has not ended. From a shared tier only blocks
-that a user removed are leaving; all others are gone at once, since places mean nothing there.
+The table of a block's states is in ``tiers/ladder/README.md``: who holds the claim on its slot, and
+who holds its place.
 """
 
 from __future__ import annotations
@@ -48,14 +29,14 @@ from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 
 LOST_MAX = 4096
-"""Of how many blocks it is known that what a shared tier has is of no use."""
+"""Most blocks that are remembered as lost or damaged by a shared tier."""
 
 
 class Level(BaseLevel[int]):
-    """A tier's place in the stack: rule, index, exact capacity, what waits, statistics.
+    """Keeps a tier's place in the stack: rule, index, exact capacity, queues, statistics.
 
-    Every call has the stack's lock held and never waits; what awaits the tier is behind ``client``.
-    Whatever the tier does, the level answers with a miss or a drop.
+    Every call has the stack's lock held and never waits; ``client`` makes the calls that await the
+    tier. Whatever the tier does, the level answers with a miss or a drop.
     """
 
     def __init__(
@@ -70,18 +51,19 @@ class Level(BaseLevel[int]):
         """The largest batch that is given to the tier, so that its bookkeeping stays short."""
         self.places = PlaceAllocator(spec.capacity_blocks)
         self.pace = Pace()
-        """How long reads take."""
+        """Measured time of reads."""
         self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
         self._above = above
         self._writing: dict[BlockKey, QueuedWrite] = {}
-        self._slots: dict[BlockKey, Slot] = {}  # of what is being written
+        self._slots: dict[BlockKey, Slot] = {}  # slots of the blocks in ``_writing``
         self._tombstones: set[BlockKey] = set()
         self._removal_queue = RemovalQueue(spec.capacity_blocks)
         self._lost: dict[BlockKey, None] = {}
-        """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
+        """Blocks that a shared tier did not deliver or damaged. The next write replaces them there.
+        """
         self.purges = PurgeQueue(shared=spec.tier.shared, busy=lambda: bool(self._removal_queue))
         self.missed: set[BlockKey | bytes | None] = set()
-        """What was removed while the tier was not open: blocks, salts, or None for all."""
+        """Removals while the tier was not open: keys, salts, or None for everything."""
 
     # ---- what may be done now
 
@@ -90,30 +72,30 @@ class Level(BaseLevel[int]):
 
     @property
     def writable(self) -> bool:
-        """Whether blocks may be put now; into a shared tier not while it cannot be purged."""
+        """True if blocks may be put now. A shared tier takes none while a purge cannot run."""
         if self.purges and self.tier.shared and not self.client.open("remove"):
             return False
         return self.client.open("put")
 
     @property
     def readable(self) -> bool:
-        """Whether blocks may be got now."""
+        """True if blocks may be got now."""
         return self.client.open("get")
 
     @property
     def answers(self) -> bool:
-        """Whether a shared tier can be asked now what others put there."""
+        """True if a shared tier can now be asked for blocks that others put there."""
         return self.readable and self.client.open("contains") and not self.purges
 
     @property
     def outlives(self) -> bool:
-        """Whether what is written here outlives the engine."""
+        """True if what is written here outlives the engine."""
         return self.tier.durable or self.tier.shared
 
     # ---- what comes
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether the block is here or on its way."""
+        """Return whether the block is held here, queued or being written."""
         return key in self.index or key in self.write_queue or key in self._writing
 
     def offer(
@@ -127,9 +109,10 @@ class Level(BaseLevel[int]):
     ) -> bool:
         """Queue blocks to be written, with claims of the level's own on their slots.
 
-        False if some were not taken: the level has them (``new`` ones it has not), does not admit
-        them, or is so far behind that something less valuable would have to give way and there is
-        none. The latter is counted as a drop, unless blocks ``stay`` and are offered again.
+        Returns False if some were not taken. The level has them already (it has none of ``new``
+        blocks), does not admit them, or has an abandoned call about them. Or its queue is full and
+        holds nothing less valuable: that counts as a drop, unless blocks ``stay`` in host and are
+        offered again.
         """
         now_s = self.shared.clock.now()
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
@@ -148,7 +131,7 @@ class Level(BaseLevel[int]):
             if self.holds(key) or not self.admits(meta):
                 continue
             loser = self.write_queue.loser(meta.priority)
-            if key in self._removal_queue.behind:  # a call that has not ended could undo the write
+            if key in self._removal_queue.behind:  # an abandoned call could undo the write
                 self._above.settled(self, [key], stored=False)
             elif loser is not None or not self.write_queue.full:
                 self._lose("queue", [] if loser is None else [loser])
@@ -160,13 +143,14 @@ class Level(BaseLevel[int]):
         return taken == len(keys)
 
     def coming(self) -> list[BlockKey]:
-        """Every block that waits to be written or is being written."""
+        """Return every block that is queued or being written."""
         return [*self.write_queue, *self._writing]
 
     def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
-        """Those of ``keys``, of a salt if there is one, are not written, or removed after that.
+        """Cancel writes of ``keys``, only those of ``salt`` if one is given.
 
-        Returns those that may still come to be stored.
+        Queued blocks leave the queue. Blocks that are being written are removed after that. Returns
+        the keys that may still come to be stored.
         """
         found: set[BlockKey] = set()
         for key in keys if self.write_queue or self._writing or self._removal_queue.behind else ():
@@ -184,10 +168,11 @@ class Level(BaseLevel[int]):
         return found
 
     def adopt(self, keys: Sequence[BlockKey], salt: bytes, spare: AbstractSet[BlockKey]) -> None:
-        """Hold blocks of a salt that others put into a shared tier, as many as can be, head first.
+        """Hold blocks of a salt that others put into a shared tier, as many as fit, head first.
 
-        Where there is no place, the next to go give way, but none of ``spare``. What is being
-        removed from here is not held again.
+        If places are short, the next victims are evicted, but none of ``spare``. A block that is
+        being removed from here is not held again; it ends the prefix, as does one that is held or
+        coming.
         """
         if not self.answers or self.shared.refuses(salt):
             return
@@ -211,7 +196,7 @@ class Level(BaseLevel[int]):
         self.shared.events.stored(self.name, adopted)
 
     def _make_way(self, count: int, priority: int, spare: AbstractSet[BlockKey]) -> None:
-        """Free up to ``count`` places of a shared tier, where they are no addresses, at once."""
+        """Free up to ``count`` places of a shared tier at once: places are no addresses there."""
         gone: list[BlockKey] = []
         for place in self.index.victims():
             if len(gone) >= count or self.index.priority(place) > priority:
@@ -224,20 +209,22 @@ class Level(BaseLevel[int]):
     # ---- what goes
 
     def leaving(self, key: BlockKey) -> bool:
-        """Whether the tier has still to forget the block, or may still come to store it."""
+        """Return whether the tier has still to forget the block, or may still come to store it."""
         return key in self._removal_queue
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """``remove`` what is of no use here; a shared tier keeps it, for others it may be."""
+        """Remove unusable blocks; a shared tier keeps them, as other engines may be able to use
+        them.
+        """
         if self.tier.shared:
             self.forget([key for key in keys if key in self.index], "lost")
         else:
             self.remove(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the blocks; no transfer that began before brings one back. How many were here.
+        """Forget the blocks and return how many were here. No earlier transfer brings one back.
 
-        A shared tier forgets them for everybody.
+        A shared tier forgets them for all engines.
         """
         if self.client.absent:
             self.missed.update(keys)
@@ -260,13 +247,15 @@ class Level(BaseLevel[int]):
         self._above.wake()
 
     def remove_later(self, blocks: Sequence[Ref]) -> None:
-        """Have the tier forget blocks that have left the index; their places are free after it."""
+        """Queue the removal of blocks that have left the index; it frees their places."""
         if blocks:
             self._removal_queue.add(blocks)
             self._above.wake()
 
     def _let_go(self, blocks: Sequence[Ref]) -> None:
-        """Blocks have left the index, by no user's wish: others may use what a shared tier has."""
+        """Give up blocks that left the index by no user's wish; a shared tier keeps them for
+        others.
+        """
         if self.tier.shared:
             self._free(blocks)
         else:
@@ -276,7 +265,10 @@ class Level(BaseLevel[int]):
         self.places.give([place for _, place in blocks if place != NO_PLACE])
 
     def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Others need the room; host need not write them again: they would come and go for ever."""
+        """Drop blocks to make room, and return their places.
+
+        Host does not write them again, or they would move up and down for ever.
+        """
         places = self.index.drop(keys, evicted_s=self.shared.clock.now())
         self.stats.evicted += len(keys)
         self.shared.events.removed(self.name, keys, "evicted")
@@ -284,7 +276,7 @@ class Level(BaseLevel[int]):
         return places
 
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
-        """These do not wait any longer: they would only keep slots from others."""
+        """Take blocks out of the write queue, which frees their slots, and count them as drops."""
         for key in keys:
             self.stats.drop(reason, self.write_queue[key].meta.priority)
         self._give_up(keys)
@@ -295,21 +287,21 @@ class Level(BaseLevel[int]):
             self._above.settled(self, keys, stored=False)
 
     def lose_some(self) -> bool:
-        """A step of what waits does not wait any longer; whether more does."""
+        """Drop a step of queued blocks, and return whether more are queued."""
         self._lose("breaker", list(islice(self.write_queue, STEP)))
         return bool(self.write_queue)
 
     def condemn(self, salt: bytes | None) -> None:
-        """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
+        """Note that a salt (None: all) is purged, for blocks that the tier recovers later."""
         if self.client.absent:
             self.missed.add(salt)
 
     def purge(self, salt: bytes | None) -> None:
-        """Have the tier purged of a salt, or all, if it is shared; one that keeps bytes erases.
+        """Queue a purge of a salt, or of everything for None.
 
-        A shared tier is purged before anything else is done with it, and is not asked until then:
-        what comes there of this salt meanwhile goes again. Another one erases step by step, once
-        all is forgotten, between the writes. What fails is still to be done.
+        A shared tier is purged before anything else is done with it, and is not asked until then.
+        Blocks of the salt that are stored there meanwhile are removed again. Another tier erases
+        step by step between writes, once all removals have ended. A purge that fails stays queued.
         """
         self.purges.add(salt)
         if self.tier.shared:
@@ -319,42 +311,43 @@ class Level(BaseLevel[int]):
         self._above.wake()
 
     def purged(self, blocks: int, following: int | None) -> None:
-        """A step of the first purge is over: where it goes on, None at its end."""
+        """End a step of the first purge: it continues at ``following``, or is over if None."""
         self.stats.purged += blocks
         self.purges.done(following)
 
     # ---- what its writer and its readers do, step by step
 
     def take_removals(self) -> list[Ref]:
-        """Begin with the oldest removals, a batch, if the tier may be told of them now."""
+        """Begin the oldest removals, one batch, if the tier may be called for them now."""
         return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
 
     def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
-        """The removal of these is over: their places are free, or it is tried again later."""
+        """End a removal: its places are free, or it is tried again later."""
         self._removal_queue.ended(blocks)
         if answer.results is not None:
             self._free(blocks)
         elif answer.quiet:
             self.remove_later(blocks)
-        else:  # what came back meanwhile cannot stay
+        else:  # the call may still remove a block offered meanwhile
             self._removal_queue.leave_behind(dict.fromkeys((key for key, _ in blocks), b""))
             self._give_up(self.write_queue.among(key for key, _ in blocks))
 
     def forgotten_late(self, blocks: Sequence[Ref]) -> None:
-        """A removal that was left behind has ended: it is done again."""
+        """End a removal that was an abandoned call, and queue it again."""
         self._removal_queue.come_back({block.key for block in blocks})
         self.remove_later(blocks)
 
     def next_batch(self) -> dict[BlockKey, bytes]:
-        """The oldest that wait, a batch, and their salts."""
+        """Return the oldest queued blocks, one batch, with their salts."""
         return {key: one.meta.terms.salt for key, one in self.write_queue.oldest(self.batch_max)}
 
     def begin(self, oldest: Iterable[BlockKey], spare: Mapping[bytes, float]) -> list[int]:
-        """Begin to write those of a batch that wait still; their priorities, the highest first.
+        """Begin to write the blocks of a batch that are still queued, and return their priorities.
 
-        ``spare`` says how many more blocks of each salt there may be.
+        The highest priority comes first. ``spare`` says how many more blocks of each salt there may
+        be.
         """
-        # a removal that has to wait must not meet the block that is written after it
+        # a removal may be repeated, and must not remove a block written after it
         queue = self.write_queue
         self._lose("breaker", queue.among(self._removal_queue.among(oldest)))
         if self.index.has_quota:
@@ -368,14 +361,15 @@ class Level(BaseLevel[int]):
 
     @property
     def _tells(self) -> bool:
-        """Whether the tier is told what is evicted: a shared one if its medium is full, too."""
+        """True if the tier is told of evictions: a shared one only while its medium is full."""
         return not self.tier.shared or self.places.limited
 
     def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, BlockMeta]], DropReason]:
-        """Who gives way to blocks of these priorities, the highest first, in the order of eviction.
+        """Choose victims for blocks of these priorities, the highest first, in the order of
+        eviction.
 
-        As many as are needed, none that is read or worth more than its newcomer; and why newcomers
-        without a place get none: others are worth more, stay for now, or are busy.
+        Chooses as many as are needed. No victim is being read or has a higher priority than its
+        newcomer. Also returns why newcomers without a place get none.
         """
         now_s = self.shared.clock.now()
         self.places.retry(now_s)
@@ -401,19 +395,21 @@ class Level(BaseLevel[int]):
         return [*zip(refs, self.index.metas(chosen), strict=True)], reason
 
     def _own_victims(self) -> list[int]:
-        """Places of salts at their quota, for what is being written of them."""
+        """Choose places of salts at their quota for the blocks of these salts that are being
+        written.
+        """
         busy, blocks = self.places.being_read, self._writing.values()
         asked = ranks(blocks).items() if self.index.has_quota else ()
         return [at for salt, said in asked for at in self.index.give_way(salt, said, busy)[0]]
 
     def trim(self) -> bool:
-        """Evict a step of what salts hold beyond their quota; whether something went."""
+        """Evict a step of what salts hold beyond their quota, and return whether any block went."""
         if keys := self.index.excess(STEP, self.places.being_read):
             self._let_go([*map(Ref, keys, self._evict(keys))])
         return bool(keys)
 
     def evict(self, victims: Sequence[Ref]) -> list[Ref]:
-        """Those of the victims go that nobody reads; what the tier has to be told."""
+        """Evict those victims that nothing reads, and return what the tier has to be told."""
         there = self.index.at([one.place for one in victims])
         held = [one for one, key in zip(victims, there, strict=True) if key == one.key]
         gone = [one for one in held if not self.places.being_read(one.place)]
@@ -425,7 +421,7 @@ class Level(BaseLevel[int]):
         return []
 
     def placed(self, reason: DropReason) -> list[LevelWrite]:
-        """What is written, at which places; what gets none is dropped for this reason."""
+        """Return the writes with their places, and drop blocks without a place for this reason."""
         places = self.places.take(len(self._writing))
         keys, blocks = [*self._writing], [*self._writing.values()]
         for one in blocks[len(places) :]:
@@ -449,6 +445,7 @@ class Level(BaseLevel[int]):
             salts = {block.key: block.facts.salt for block in blocks}
             unwanted = self._tombstones & salts.keys()
             self._tombstones -= unwanted
+            # an abandoned call may still store blocks, which ``stored_late`` then removes
             if answer.quiet:
                 self._unstored(blocks, unwanted)
             else:
@@ -461,21 +458,21 @@ class Level(BaseLevel[int]):
         there = [k for k in writing if k in self.index] if gone else [*writing]
         self._above.settled(self, there, stored=True)
         self._above.settled(self, gone, stored=False)
-        if self.tier.shared:  # what was not stored others may have put there
+        if self.tier.shared:  # others may have stored a block that we did not
             self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
         self.trim()
 
     def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
-        """A write that was left behind has ended."""
+        """End a write that was an abandoned call."""
         self._unstored(blocks, self._removal_queue.come_back({block.key for block in blocks}))
         self._above.wake()
 
     def _unstored(self, blocks: Sequence[LevelWrite], unwanted: AbstractSet[BlockKey]) -> None:
-        """A write failed or has ended late: some of it may be there.
+        """Clean up after a write that failed or ended late: some of its blocks may be stored.
 
-        A tier of our own has to forget it. In a shared one it is as good as any block, but for
-        what a user had removed or purged meanwhile, which is ``unwanted``.
+        A private tier has to forget them all. A shared one forgets only ``unwanted`` blocks, which
+        a user removed or purged meanwhile; the others are as good as any.
         """
         self.remove_later([Ref(one.key, one.place) for one in blocks if one.key in unwanted])
         self._let_go([Ref(one.key, one.place) for one in blocks if one.key not in unwanted])
@@ -487,6 +484,7 @@ class Level(BaseLevel[int]):
             stored = [block.key for block in reversed(blocks)]
             self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
             blocks, results, metas = (), (), []
+        # one by one, the tail first, where they could not be published at once
         for block, kept, meta in zip(blocks[::-1], results[::-1], metas[::-1], strict=True):
             ref = Ref(block.key, block.place)
             if not kept:
@@ -511,21 +509,21 @@ class Level(BaseLevel[int]):
             self.stats.drop(reason, self._writing[block.key].meta.priority)
 
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
-        """The medium is full: work within the places in use, try for more after a while."""
+        """Note that the medium is full: work within the places in use, and try for more later."""
         self._drop("full", blocks)
         places, now_s = [block.place for block in blocks], self.shared.clock.now()
-        # of a shared tier, a place that was free is not room that is kept for us
-        if self.places.full(places, now_s, all_free=self.tier.shared):  # said once until then
+        # a free place of a shared tier is no room that is kept for us
+        if self.places.full(places, now_s, all_free=self.tier.shared):  # said once an hour
             held = f"full with {len(self.index)} of {self.capacity_blocks} blocks"
             what = f"its medium is {held}; older blocks give way from now on"
             self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
 
     def read_ended(self, blocks: Sequence[LevelRead]) -> None:
-        """Nobody reads these any more: places that were given up meanwhile are free."""
+        """End the reads of these blocks: places that were given up meanwhile are free."""
         self.places.end_reads([block.place for block in blocks])
 
     def came(self, blocks: Sequence[LevelRead], answer: CallOutcome) -> Sequence[bool]:
-        """Which of these were read: those are used, tail first. What is lost leaves the index."""
+        """Return which blocks were read, and mark them used, tail first; drop the lost ones."""
         stats, results = self.stats, answer.results
         stats.loaded_s += answer.took_s
         if results is None:
@@ -542,12 +540,12 @@ class Level(BaseLevel[int]):
         return [*map(bool, results)]
 
     def unrecovered(self, keys: Sequence[BlockKey]) -> None:
-        """Know nothing of blocks that the tier will tell of again."""
+        """Forget recovered blocks that the tier will recover again."""
         self.index.drop(keys)
         self._removal_queue = RemovalQueue(self.capacity_blocks)
 
     def opened(self) -> None:
-        """The tier is open, now or late: the level is there."""
+        """Let the level take part: its tier is open, at start or later."""
         self.client.opened()
         self.missed.clear()
         self._above.wake()
@@ -556,36 +554,36 @@ class Level(BaseLevel[int]):
 
     @property
     def pending(self) -> bool:
-        """Whether there is something left to do."""
+        """True if there is something left to do."""
         return bool(self.queued or self._removal_queue.removing or self.purges.next)
 
     @property
     def due(self) -> bool:
-        """Whether there is something to do that may be done now."""
+        """True if there is something to do that may be done now."""
         if self.write_queue and self.writable:
             return True
         return bool(self._removal_queue.removing or self.purges.next) and self.client.open("remove")
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is under way."""
+        """True if a write is under way."""
         return bool(self._writing)
 
     @property
     def queued(self) -> int:
-        """Blocks that wait to be written or are being written."""
+        """Number of blocks queued or being written."""
         return len(self.write_queue) + len(self._writing)
 
     @property
     def queue_age_s(self) -> float:
-        """How long the oldest of them has waited; 0 without any."""
+        """Seconds that the oldest of them has waited; 0 without any."""
         oldest = [one for _, one in self.write_queue.oldest(1)]
         since_s = [one.since_s for one in (*self._writing.values(), *oldest)]
         return self.shared.clock.now() - min(since_s) if since_s else 0.0
 
     @property
     def removals(self) -> int:
-        """Blocks that the tier still has to forget, and purges of it that are not over."""
+        """Number of blocks that the tier still has to forget, and of purges that are not over."""
         return len(self._removal_queue) + len(self._tombstones) + len(self.purges)
 
     def check(self) -> None:

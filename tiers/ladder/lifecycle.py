@@ -21,18 +21,18 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
-"""How long the start of a cache waits for a tier: after it, the cache works without the level."""
+"""Time that the start of a cache waits for a tier; then the cache works without the level."""
 TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 
 
 class LevelLifecycle:
-    """Keeps a level: opens its tier, has its writer work, and closes it. All on the loop.
+    """Opens a level's tier, runs its writer, and closes both. Everything runs on the loop.
 
-    Only wrong settings are an error at start. A tier that raises anything else, or takes too long
-    to open, leaves its level out: that is said once, and the level comes in when its tier is open.
-    An opening that has failed is tried again, with the pauses of a breaker; one that hangs is
-    waited for. Without a level that is ``required`` the cache does not start.
+    Only wrong settings are an error at start. A tier that raises another error, or takes too long
+    to open, leaves its level out. That is reported once, and the level joins when its tier is open.
+    An opening that failed is tried again, with the pauses of a breaker. One that hangs is waited
+    for. Without a level that is ``required`` the cache does not start.
     """
 
     def __init__(self, level: Level, above: StackCallbacks) -> None:
@@ -44,7 +44,7 @@ class LevelLifecycle:
         self._is_late = False
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
-        """Wait until the level is open and has taken back what its tier recovered, or left out.
+        """Wait until the level is open with its recovered blocks, or is left out.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class LevelLifecycle:
             first.set_result(None)
 
     async def _attempt(self, step: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Do a step, in a task of its own, as whatever it raises must not reach this one."""
+        """Do a step in a task of its own, so that none of its errors reaches this one."""
 
         async def trying() -> None:
             await contained(step())
@@ -117,7 +117,7 @@ class LevelLifecycle:
         """Stop the writer, and close the tier; may be called again.
 
         Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
-        thrice if it was not open yet.
+        or three times if it was not open yet.
         """
         if self._task is not None:
             self._task.cancel()
@@ -128,15 +128,15 @@ class LevelLifecycle:
         await self.writer.aclose()
         await self._client.end_calls()
         await self._client.aclose()
-        await self._client.end_calls()  # what only its end could end
+        await self._client.end_calls()  # these calls could end only with the tier
 
     # ---- what is there
 
     async def _recover(self) -> None:
-        """Hold what the tier recovered; what is not to be held any more is removed for good.
+        """Hold what the tier recovered; remove for good what is not to be held any more.
 
-        A block that expired while no process ran must not come back with a clock that is set back,
-        and its bytes must be found by a purge. What cannot be a block is passed over.
+        A block that expired while no process ran must not come back when a clock is set back, and a
+        purge must find its bytes. Entries that cannot be blocks are skipped.
         """
         level, lock = self.level, self.level.shared.lock
         if not level.tier.durable:
@@ -172,10 +172,10 @@ class LevelLifecycle:
             level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
 
     def _hold(self, blocks: Sequence[RecoveredBlock]) -> list[Ref]:
-        """Hold those that are to be held, and return the others."""
+        """Hold the blocks that are still wanted, and return the others."""
         level, clock = self.level, self.level.shared.clock
         least, wall_s = level.rule.min_priority, clock.wall()
-        if level.rule.ttl_s is not None:  # else a clock that ran ahead would keep them for ever
+        if level.rule.ttl_s is not None:  # or else a clock that ran ahead would keep them for ever
             blocks = [*map(_until(wall_s + level.rule.ttl_s), blocks)]
         with level.shared.lock:
             missed = level.missed
@@ -187,7 +187,7 @@ class LevelLifecycle:
                 and not (missed and missed & {None, facts.salt or block.key, block.key})
             ]
             level.index.fill(kept, clock.now() - wall_s, level.bit)
-            if self._is_late:  # before that, whoever listens asks what is there
+            if self._is_late:  # during the start, listeners ask what is there
                 level.shared.events.stored(level.name, [block.key for block in kept])
         if len(kept) == len(blocks):
             return []
@@ -195,7 +195,7 @@ class LevelLifecycle:
         return [Ref(key, place) for key, place, _ in blocks if place not in places]
 
     def _drop(self) -> None:
-        """Hold nothing of what was recovered before it failed: it will be told again."""
+        """Forget what was recovered before recovery failed: the tier will recover it again."""
         level = self.level
         for start in range(0, level.index.places, STEP):
             with level.shared.lock:
@@ -205,7 +205,7 @@ class LevelLifecycle:
                     level.shared.events.removed(level.name, keys, "lost")
 
     def _sound(self, blocks: Sequence[RecoveredBlock], taken: bytearray) -> list[RecoveredBlock]:
-        """Those of a batch that are blocks, each key and each place once; marks their places."""
+        """Return the valid blocks of a batch, each key and place once, and mark their places."""
         found: dict[BlockKey, RecoveredBlock] = {}
         for block in blocks:
             is_free = _is_block(block, len(taken)) and not taken[block.place]
@@ -216,7 +216,7 @@ class LevelLifecycle:
 
 
 def _until(last_s: float) -> Callable[[RecoveredBlock], RecoveredBlock]:
-    """Make a function that has blocks expire at a wall time, unless they do so before."""
+    """Make a function that limits the expiry of a block to the wall time ``last_s``."""
 
     def bounded(block: RecoveredBlock) -> RecoveredBlock:
         end_s = block.facts.expires_wall_s
@@ -228,7 +228,7 @@ def _until(last_s: float) -> Callable[[RecoveredBlock], RecoveredBlock]:
 
 
 def _is_block(block: object, places: int) -> bool:
-    """Whether a plug-in may have meant a block by it, at one of so many places."""
+    """Return whether an object from a plug-in is a valid block, at one of so many places."""
     return (
         type(block) is RecoveredBlock
         and type(block.key) is bytes
@@ -245,5 +245,5 @@ def _is_block(block: object, places: int) -> bool:
 
 
 def _whole(said: object, most: int) -> bool:
-    """Whether it is a whole number from 0 to ``most``."""
+    """Return whether ``said`` is a whole number from 0 to ``most``."""
     return isinstance(said, int) and 0 <= said <= most

@@ -1,4 +1,4 @@
-"""What is asked of a stack beside saving and loading, see ``Ladder``."""
+"""Questions to a stack beside saving and loading; see ``Ladder``."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class StackQueries:
     shared: Shared
     lock: StackLock
     _all_levels: Sequence[HostLevel | Level]
-    """All of them, hottest first."""
+    """All levels, hottest first."""
 
     @property
     def clock(self) -> Clock:
-        """The only one."""
+        """The only clock."""
         return self.shared.clock
 
     @property
     def events(self) -> EventBuffer:
-        """What comes to a level and leaves one; the lock is held around its calls."""
+        """Blocks that come to a level and leave one; the lock is held around its calls."""
         return self.shared.events
 
     @property
     def indexes(self) -> dict[str, LevelIndex[Any]]:
-        """What each level holds, by name, hottest first."""
+        """Blocks that each level holds, by name, hottest first."""
         return {level.name: level.index for level in self._all_levels}
 
     @property
     def media(self) -> dict[str, str]:
-        """What each level is made of, by name, hottest first."""
+        """Medium of each level, by name, hottest first."""
         below = {level.name: level.tier.medium for level in self.levels}
         return {self.host.name: self.host.medium, **below}
 
@@ -57,12 +57,12 @@ class StackQueries:
         return {self.host.name: self.shared.arena.slots, **below}
 
     def lasting(self) -> dict[str, bool]:
-        """The levels that outlive the engine, and whether each takes blocks now."""
+        """Return the levels that outlive the engine, and whether each takes blocks now."""
         given = [level for level in self.levels if level.outlives and level.rule.when != "never"]
         return {level.name: level.writable for level in given}
 
     def lease(self, count: int) -> list[Slot]:
-        """Up to ``count`` slots, evicting from host what levels below hold too."""
+        """Lease up to ``count`` slots, evicting from host blocks that levels below hold too."""
         slots: list[Slot] = []
         while (wanted := min(BATCH, count - len(slots))) > 0:
             with self.shared.lock:
@@ -73,14 +73,16 @@ class StackQueries:
         return slots
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """These leased slots are not used any more."""
+        """Give back leased slots that are not used any more."""
         step = self.shared.bulk_step
         for start in range(0, len(slots), step):
             with self.shared.lock:
                 self.shared.arena.release(slots[start : start + step])
 
     def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
-        """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
+        """Return how many leading ``keys`` the host level holds, and how many one of ``levels``
+        does.
+        """
         if len(keys) <= BATCH:
             with self.lock:
                 return self._lookup(keys, levels)
@@ -116,7 +118,7 @@ class StackQueries:
         return host, len(keys)
 
     def holding(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> list[bool]:
-        """Whether each of ``keys`` is in host or in one of ``levels``: a set, not a prefix."""
+        """Return whether host or one of ``levels`` holds each of ``keys``: a set, no prefix."""
         found: list[bool] = []
         step = self.shared.bulk_step
         for start in range(0, len(keys), step):
@@ -129,7 +131,7 @@ class StackQueries:
         return found
 
     def meta(self, key: BlockKey) -> BlockMeta | None:
-        """What the hottest level that holds the block knows of it; with the lock held."""
+        """Return what the hottest level that holds the block knows of it; with the lock held."""
         for level in self._all_levels:
             place = level.index.place(key)
             if place is not None:
@@ -137,19 +139,19 @@ class StackQueries:
         return None
 
     def where(self, key: BlockKey) -> str | None:
-        """The hottest level that holds the block or is about to; with the lock held."""
+        """Return the hottest level that holds the block or is about to; with the lock held."""
         if key in self.host.index:
             return self.host.name
         return next((level.name for level in self.levels if level.holds(key)), None)
 
     def bits(self, names: Collection[str]) -> int:
-        """The levels of these names as a mask; KeyError if there is none of a name."""
+        """Return the levels of these names as a mask; raise KeyError if a name is unknown."""
         known = {level.name: level.bit for level in self._all_levels}
         return sum(known[name] for name in set(names))
 
 
 def level_counts(level: Level) -> dict[str, Any]:
-    """Occupancy of a level below host, and the state of its door; with the lock held."""
+    """Return the occupancy of a level below host and the state of its client; lock held."""
     client, pipeline = level.client, level.client.pipeline
     states = {kind: BREAKER_STATES.index(state) for kind, state in client.states.items()}
     opened = {kind: breaker.opened for kind, breaker in client.breakers.items()}

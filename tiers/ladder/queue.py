@@ -1,4 +1,4 @@
-"""What waits for a level's tier: blocks to be written, and blocks to be removed."""
+"""Queues of a level's tier: blocks to be written, blocks to be removed, purges."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 
 class QueuedWrite(NamedTuple):
-    """What is known of blocks on their way into a level: one object for all that are alike."""
+    """Facts about blocks on their way into a level: one object for all that are alike."""
 
     meta: BlockMeta
     since_s: float
     """Loop time at which it was offered."""
 
     def facts(self, *, ttl_s: float | None, clock: Clock) -> Facts:
-        """What a level with this TTL stores with it.
+        """Return what a level with this TTL stores with the block.
 
         A priority that ends is not stored: after a restart it has ended.
         """
@@ -44,7 +44,7 @@ class QueuedWrite(NamedTuple):
 
 
 def ranks(blocks: Iterable[QueuedWrite]) -> dict[bytes, list[int]]:
-    """The priorities of blocks by salt, the highest first."""
+    """Return the priorities of blocks by salt, the highest first."""
     found: dict[bytes, list[int]] = {}
     for one in blocks:
         found.setdefault(one.meta.terms.salt, []).append(one.meta.priority)
@@ -52,7 +52,10 @@ def ranks(blocks: Iterable[QueuedWrite]) -> dict[bytes, list[int]]:
 
 
 class WriteQueue:
-    """First in, first out, at most ``blocks_max`` blocks. The stack's lock guards every call."""
+    """Queues writes, first in, first out, at most ``blocks_max`` blocks.
+
+    The stack's lock is held around every call.
+    """
 
     def __init__(self, arena: Arena, *, blocks_max: int) -> None:
         self._arena = arena
@@ -68,9 +71,9 @@ class WriteQueue:
         return key in self._blocks
 
     def loser(self, priority: int) -> BlockKey | None:
-        """Who gives way to a block of this ``priority``: the youngest of the lowest priority.
+        """Return the block that gives way to one of this ``priority``: the youngest of the lowest.
 
-        None if there is room, or if nothing waits that is worth less; see ``full``.
+        None if there is room, or if every queued block has this priority or more; see ``full``.
         """
         if not self.full or min(self._by_priority) >= priority:
             return None
@@ -78,27 +81,27 @@ class WriteQueue:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more fits."""
+        """True if nothing more fits."""
         return len(self._blocks) >= self._max
 
     def __getitem__(self, key: BlockKey) -> QueuedWrite:
         return self._blocks[key]
 
     def get(self, key: BlockKey) -> QueuedWrite | None:
-        """The block, if it waits."""
+        """Return the block if it is queued, else None."""
         return self._blocks.get(key)
 
     def oldest(self, count: int) -> Iterable[tuple[BlockKey, QueuedWrite]]:
-        """What has waited longest, at most so many; do not change the inbox meanwhile."""
+        """Return the oldest blocks, at most ``count``; do not change the queue meanwhile."""
         return islice(self._blocks.items(), count)
 
     @property
     def room(self) -> int:
-        """How many more may wait."""
+        """Number of blocks that still fit."""
         return self._max - len(self._blocks)
 
     def fits(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether there is room for all of ``keys``, none of which waits."""
+        """Return whether there is room for all of ``keys`` and none of them is queued."""
         return len(self._blocks) + len(keys) <= self._max and self._blocks.keys().isdisjoint(keys)
 
     def add(
@@ -108,7 +111,7 @@ class WriteQueue:
         metas: Sequence[BlockMeta],
         now_s: float,
     ) -> None:
-        """Queue blocks, in that order, and take a claim on their slots; they fit."""
+        """Queue blocks, in that order, and take a claim on their slots; there must be room."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
         self._slots.update(zip(keys, slots, strict=True))
@@ -118,18 +121,18 @@ class WriteQueue:
             self._by_priority.setdefault(meta.priority, {}).update(same)
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that wait."""
+        """Return those of ``keys`` that are queued."""
         return [*filter(self._blocks.__contains__, keys)]
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
-        """Give blocks up and release their slots."""
+        """Drop blocks from the queue and release their slots."""
         _, slots = self.take(keys)
         self._arena.release([*slots.values()])
 
     def above(self, keys: Sequence[BlockKey], spare: Mapping[bytes, float]) -> list[BlockKey]:
-        """Those of ``keys`` for which their salt has nothing to spare.
+        """Return those of ``keys`` that exceed what their salts have to spare.
 
-        ``spare`` says how many blocks more of each salt there may be; of others none.
+        ``spare`` says how many blocks more of each salt there may be; a salt not in it has none.
         """
         left = dict(spare)
         over: list[BlockKey] = []
@@ -141,19 +144,21 @@ class WriteQueue:
         return over
 
     def ranks(self, keys: Iterable[BlockKey]) -> dict[bytes, list[int]]:
-        """The priorities of ``keys`` by salt, the highest first."""
+        """Return the priorities of ``keys`` by salt, the highest first."""
         return ranks(map(self._blocks.__getitem__, keys))
 
     def ranked(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that wait, the highest priority first, and then in that order."""
+        """Return those of ``keys`` that are queued, the highest priority first; ties keep their
+        order.
+        """
         return sorted(self.among(keys), key=lambda key: -self._blocks[key].meta.priority)
 
     def take(
         self, keys: Iterable[BlockKey]
     ) -> tuple[dict[BlockKey, QueuedWrite], dict[BlockKey, Slot]]:
-        """These blocks, those of the highest priority first, and their slots.
+        """Take these blocks and their slots out, the highest priority first.
 
-        The claims on these go to the caller.
+        The claims on the slots go to the caller.
         """
         taken = {key: self._blocks.pop(key) for key in keys}
         slots = {key: self._slots.pop(key) for key in taken}
@@ -169,7 +174,7 @@ class WriteQueue:
         return taken, slots
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """All keys, oldest first; do not change the inbox meanwhile."""
+        """Iterate over all keys, oldest first; do not change the queue meanwhile."""
         return iter(self._blocks)
 
     def check(self) -> None:
@@ -183,9 +188,9 @@ class WriteQueue:
 
 
 class PurgeQueue:
-    """Salts, None for everything, whose blocks a tier is to remove or erase, one after the other.
+    """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
 
-    A ``shared`` tier is purged at once. Another one erases once all is forgotten: not while
+    A ``shared`` tier is purged at once. Another one erases when all removals have ended: not while
     ``busy`` says that removals, or calls that may write, are left. The stack's lock guards it.
     """
 
@@ -193,50 +198,50 @@ class PurgeQueue:
         self._shared = shared
         self._busy = busy
         self._todo: list[tuple[bytes | None, int]] = []
-        """With the place from which on that is still to be done."""
+        """Salts, each with the place at which its purge continues."""
         self._erases_later = False
 
     def __len__(self) -> int:
         return len(self._todo)
 
     def add(self, salt: bytes | None) -> None:
-        """Purge a salt, too."""
+        """Queue a purge of a salt."""
         self._todo.append((salt, 0))
 
     def later(self, *, later: bool) -> None:
-        """Whether erasing has to wait for what is more urgent."""
+        """Set whether erasing has to wait for more urgent work."""
         self._erases_later = later
 
     @property
     def next(self) -> tuple[bytes | None, int] | None:
-        """The purge that may go on now, if one may, and from which place on."""
+        """The purge that may run now and the place where it continues, or None."""
         is_due = self._shared or not (self._erases_later or self._busy())
         return self._todo[0] if self._todo and is_due else None
 
     def done(self, following: int | None) -> None:
-        """End a step of the first one: it goes on at a place, None if it is over."""
+        """End a step of the first purge: it continues at ``following``, or is over if None."""
         salt, _ = self._todo[0]
         self._todo[:1] = [] if following is None else [(salt, following)]
 
 
 class RemovalQueue:
-    """What a tier has still to forget, and what calls left behind may still store or undo.
+    """Queues removals, first in, first out, and keeps the blocks of abandoned calls.
 
-    Removals are first in, first out. A block is in it until its removal, or the call, has ended.
-    The stack's lock guards every call. A level of ``blocks_max`` blocks may lose them all at once.
+    A block is in it until its removal, or the abandoned call, has ended. The stack's lock is held
+    around every call. A level of ``blocks_max`` blocks may lose them all at once.
     """
 
     def __init__(self, blocks_max: int = 0) -> None:
         self.removing = 0
-        """Removals that have not ended, whether or not they have begun."""
+        """Number of removals that have not ended, whether or not they have begun."""
         self._keys: deque[BlockKey] = unseen(deque())
         self._places: deque[int] = unseen(deque())
-        """Of those that wait, in the same order."""
+        """Places of the queued blocks, in the order of ``_keys``."""
         self._removals: Book[int] = by_key(blocks_max)
         self.behind: dict[BlockKey, bytes] = {}
-        """Blocks of a write or removal that was left behind and has not ended; their salts."""
+        """Blocks of abandoned writes and removals that have not ended, and their salts."""
         self._unwanted: set[BlockKey] = set()
-        """Those of them that a user has had removed meanwhile, or purged."""
+        """Blocks among these that a user removed or purged meanwhile."""
 
     def __len__(self) -> int:
         return self.removing + len(self.behind)
@@ -245,25 +250,25 @@ class RemovalQueue:
         return key in self._removals or key in self.behind
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that are being removed."""
+        """Return those of ``keys`` that are being removed."""
         return [key for key in keys if key in self._removals] if self.removing else []
 
     def add(self, blocks: Sequence[Ref]) -> None:
-        """Have these removed."""
+        """Queue the removal of these blocks."""
         self.begin(blocks)
         for key, place in blocks:
             self._keys.append(key)
             self._places.append(place)
 
     def begin(self, blocks: Sequence[Ref]) -> None:
-        """The removal of these begins without having waited."""
+        """Count removals that begin at once, without waiting in the queue."""
         removals = self._removals  # ``update`` takes longer for a few
         for key, _ in blocks:
             removals[key] = removals.get(key, 0) + 1
         self.removing += len(blocks)
 
     def take(self, count: int) -> list[Ref]:
-        """Begin with the oldest, at most ``count``, no block twice."""
+        """Begin the oldest removals, at most ``count``, no block twice."""
         taken: dict[BlockKey, Ref] = {}
         while self._keys and len(taken) < count and self._keys[0] not in taken:
             key = self._keys.popleft()
@@ -271,7 +276,7 @@ class RemovalQueue:
         return list(taken.values())
 
     def ended(self, blocks: Sequence[Ref]) -> None:
-        """The removal of these has ended, well or not, or was left behind."""
+        """Count removals of these as ended: done, failed or abandoned."""
         self.removing -= len(blocks)
         for key, _ in blocks:
             if self._removals[key] == 1:
@@ -282,22 +287,22 @@ class RemovalQueue:
     def leave_behind(
         self, salts: Mapping[BlockKey, bytes], unwanted: AbstractSet[BlockKey] = frozenset()
     ) -> None:
-        """A call about blocks of these salts was left behind; some are unwanted by now."""
+        """Keep the blocks of an abandoned call, with their salts; some are unwanted by now."""
         self.behind.update(salts)
         self._unwanted |= unwanted & self.behind.keys()
 
     def recall(self, key: BlockKey) -> bool:
-        """The block was removed; whether a call that was left behind may still store it."""
+        """Mark the block as unwanted, and return whether an abandoned call may still store it."""
         if key in self.behind:
             self._unwanted.add(key)
         return key in self.behind
 
     def purge(self, salt: bytes | None) -> None:
-        """``recall`` all that are of a salt, or all."""
+        """``recall`` all blocks of a salt, or all blocks for None."""
         self._unwanted.update(key for key, its in self.behind.items() if salt in {None, its})
 
     def come_back(self, keys: AbstractSet[BlockKey]) -> AbstractSet[BlockKey]:
-        """A call about these that was left behind has ended; which of them are unwanted."""
+        """Forget the blocks of an abandoned call that has ended, and return which are unwanted."""
         for key in keys:
             self.behind.pop(key, None)
         unwanted = self._unwanted & keys

@@ -16,7 +16,7 @@ from kvladder.tiers.ladder.records.terms import Terms
 
 
 class _ReservationBatch:
-    """What was reserved in one step, so that a whole prompt costs little more than one block."""
+    """Keeps what one step reserved, so that a whole prompt costs little more than one block."""
 
     __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
 
@@ -27,11 +27,11 @@ class _ReservationBatch:
         self.slots = list(slots)
         self.metas = metas
         self.whole = True
-        """Whether all of it is there still, each block of it once."""
+        """True while every block of the batch is still reserved, and each was named once."""
         self._by_key: dict[BlockKey, tuple[Slot, BlockMeta]] = {}
 
     def tear(self) -> None:
-        """Some of it is not there any more, or was named twice."""
+        """Note that a block is no longer reserved, or was named twice."""
         self.whole = False
 
     def __getitem__(self, key: BlockKey) -> tuple[Slot, BlockMeta]:
@@ -42,10 +42,10 @@ class _ReservationBatch:
 
 
 class Saving:
-    """What is reserved and neither published nor abandoned yet; with the stack's lock held.
+    """Keeps blocks that are reserved and not yet published or abandoned; at most ``blocks_max``.
 
-    At most ``blocks_max`` blocks. One that was removed is not there any more; whoever fills its
-    slot is told so by ``pop``.
+    The stack's lock is held around every call. A block that is removed leaves it at once; the save
+    that fills its slot learns of it from ``pop``.
     """
 
     def __init__(self, blocks_max: int = 0) -> None:
@@ -61,13 +61,13 @@ class Saving:
         return iter(self._lots)
 
     def disjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether none of ``keys`` is being saved."""
+        """Return whether none of ``keys`` is being saved."""
         return not self._lots or self._lots.isdisjoint(keys)
 
     def put(
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[BlockMeta]
     ) -> None:
-        """These blocks are going to be filled; none is here yet."""
+        """Add blocks that are going to be filled; none of them is here yet."""
         lot = _ReservationBatch(keys, slots, metas)
         lots = dict.fromkeys(keys, lot)
         self._lots.put_all(lots)
@@ -75,7 +75,7 @@ class Saving:
             lot.tear()
 
     def pop(self, key: BlockKey, slot: Slot) -> BlockMeta | None:
-        """End one block's; None if it was removed, or removed and saved anew, meanwhile."""
+        """Take a block out and return its meta; None if it was removed, or then saved anew."""
         lot = self._lots.get(key)
         if lot is None or lot[key][0] != slot:
             return None
@@ -83,7 +83,7 @@ class Saving:
         return lot[key][1]
 
     def discard(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> None:
-        """Forget those of ``keys`` that are there, and of this salt if there is one."""
+        """Forget those of ``keys`` that are here, only those of ``salt`` if one is given."""
         for key in keys:
             lot = self._lots.get(key)
             if lot is not None and (salt is None or lot[key][1].terms.salt == salt):
@@ -91,7 +91,10 @@ class Saving:
                 lot.tear()
 
     def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[BlockMeta] | None:
-        """What goes with them, if they were reserved in one step and nothing happened since."""
+        """Return the metas of these blocks if one step reserved them and none has changed since.
+
+        Otherwise returns None.
+        """
         lot = self._lots.get(keys[0])
         if lot is None or not lot.whole:
             return None
@@ -100,12 +103,12 @@ class Saving:
         return lot.metas
 
     def together(self, key: BlockKey, default: int) -> int:
-        """How many blocks were reserved in one step with this one; if it is not there, default."""
+        """Return how many blocks were reserved in one step with this one, or ``default``."""
         lot = self._lots.get(key)
         return default if lot is None else len(lot.keys)
 
     def done(self, keys: Sequence[BlockKey]) -> None:
-        """All of these, whose ``metas`` are known, are hits now."""
+        """Take out these blocks, with known ``metas``, as they are hits now."""
         if len(keys) == len(self._lots):
             self._lots.clear()
         else:
@@ -113,32 +116,32 @@ class Saving:
                 del self._lots[key]
 
     def slots(self) -> list[Slot]:
-        """The slots of all of them."""
+        """Return the slots of all reserved blocks."""
         return [lot[key][0] for key, lot in self._lots.items()]
 
 
 class Reserves(Protocol):
-    """What a save needs of the stack."""
+    """The part of the stack that a save needs."""
 
     @property
     def shared(self) -> Shared:
-        """What all levels have in common."""
+        """The part that all levels have in common."""
         ...
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """The bytes of these reserved blocks are complete: from now on they are hits."""
+        """Make these reserved blocks hits: their bytes are complete."""
         ...
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """These reserved blocks will not be filled: their slots are free again."""
+        """Free the slots of these reserved blocks, which will not be filled."""
         ...
 
 
 class Save:
     """Slots leased for blocks that an engine is about to copy out of its KV cache.
 
-    Owned by the caller, who fills the slots and then calls ``commit`` or ``abort`` once. If the
-    caller loses it, a ResourceWarning says so, and it is aborted: keep it as long as a copy writes.
+    The caller owns it, fills the slots and then calls ``commit`` or ``abort`` once. If the caller
+    loses it, a ResourceWarning says so and it is aborted: keep it as long as a copy writes.
     """
 
     _open = False
@@ -158,21 +161,21 @@ class Save:
         self.indices = indices
         """Positions of these blocks in the keys that were given, ascending."""
         self.slots = slots
-        """Their slots, in the same order."""
+        """Slots of these blocks, in the same order."""
         self.end = end
-        """Position of the first block for which there was no room; the number of keys if none."""
+        """Position of the first block without room; the number of keys if there is none."""
         self.floor = floor
-        """The lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
+        """Lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
         self._open = True
 
     def commit(self) -> None:
-        """All bytes are in the slots: the blocks are hits from now on. Idempotent."""
+        """Make the blocks hits: all bytes are in the slots. Idempotent."""
         if self._open:
             self._open = False
             self._stack.publish(self._keys, self.slots)
 
     def abort(self) -> None:
-        """The copy failed: nothing becomes visible, the slots are free again. Idempotent."""
+        """Free the slots after a copy that failed: no block becomes visible. Idempotent."""
         if self._open:
             self._open = False
             self._stack.abandon(self._keys, self.slots)
@@ -183,7 +186,7 @@ class Save:
 
 
 def require_one_each(count: int, **told: Sequence[object] | None) -> None:
-    """Raise ValueError unless of all that is told of blocks there is one for each."""
+    """Raise ValueError unless each sequence that is given has one value for each key."""
     for name, given in told.items():
         if given is not None and len(given) != count:
             raise ValueError(f"{name}: {len(given)} for {count} keys, expected one each")
@@ -197,8 +200,8 @@ def metas_of(
     now: float,
     terms: Terms,
 ) -> list[BlockMeta]:
-    """What levels are told of consecutive blocks of a prefix, ``floor`` being that before them."""
-    if priorities is None and durations_s is None:  # one for all of them
+    """Return the metas of consecutive blocks of a prefix; ``floor`` is that before them."""
+    if priorities is None and durations_s is None:  # one object for all of them
         return [BlockMeta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
     metas: list[BlockMeta] = []
     wanted = [PRIORITY_DEFAULT] * count if priorities is None else priorities

@@ -32,7 +32,7 @@ RESET_STEPS = 16
 
 
 class Post(Protocol):
-    """Has the loop thread call ``function(*args)`` soon; may be called from any thread."""
+    """Schedules ``function(*args)`` on the loop thread; may be called from any thread."""
 
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
 
@@ -40,9 +40,9 @@ class Post(Protocol):
 class TierStack(StackQueries):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
-    One lock guards all bookkeeping; it is never held across an await or an I/O call, and calls
-    with many blocks release it between steps: what they do is done block by block. Every block is
-    reserved, filled and then published once; what fails below is a miss.
+    One lock guards all bookkeeping; it is never held across an await or an I/O call. Calls with
+    many blocks release it between steps, so each block is handled for itself. Every block is
+    reserved, filled and then published once. A failure below is a miss.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TierStack(StackQueries):
         self._expiry = Expiry(self._all_levels, shared)
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
-        """Open the levels one after the other; if one refuses, those that are open are closed.
+        """Open the levels one after the other; if one refuses, close those that are open.
 
         Raises
         ------
@@ -95,25 +95,25 @@ class TierStack(StackQueries):
             except BaseException as error:
                 for opened in self._lifecycles[:number]:
                     await opened.aclose()
-                if isinstance(error, ConfigError):  # it knows its keys, but not where it stands
+                if isinstance(error, ConfigError):  # it lacks its place in the stack
                     raise within(f"tiers[{number}]", error) from error
                 raise
 
-    # ---- what levels need of it, see ``Above``; with the lock held
+    # ---- what levels need of it, see ``StackCallbacks``; with the lock held
 
     def room(self, count: int, priority: int) -> list[Slot]:
-        """Lease slots for up to so many blocks of a priority."""
+        """Lease slots for up to ``count`` blocks of a priority."""
         return self.host.room(count, priority)
 
     def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
-        """The level below this one that should get the block when it leaves there."""
+        """Return the level below ``level`` that should get the block when it leaves, if any."""
         for lower in self.levels[self.levels.index(level) + 1 :]:
             if lower.admits(meta):
                 return None if lower.holds(key) else lower
         return None
 
     def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """Blocks that were offered to the level are stored, or given up: host need not wait."""
+        """Note that the level stored these blocks or gave them up: host may evict its own."""
         if keys:
             self.host.settled(level, keys, stored=stored)
             if not stored:
@@ -121,7 +121,7 @@ class TierStack(StackQueries):
             self.wake()
 
     def wake(self) -> None:
-        """Have the loop thread look after the levels soon, once."""
+        """Have the loop thread look after the levels soon; schedules it once."""
         if not self._scheduled and (self.levels or self.host.index.next_end_s != inf):
             self._scheduled = True
             self._post(self._tidy)
@@ -138,7 +138,7 @@ class TierStack(StackQueries):
                 self.host.forget([key], "evicted")
             self.host.clean()
             self._expiry.set()
-            self._scheduled = False  # what was offered just now need not be looked at again
+            self._scheduled = False  # a wake by the offers above is of no use
             if is_behind:
                 self.wake()
         for level, lifecycle in zip(self.levels, self._lifecycles, strict=True):
@@ -158,11 +158,11 @@ class TierStack(StackQueries):
     ) -> tuple[list[int], list[Slot], int]:
         """Lease slots for those ``keys``, consecutive blocks of a prefix, that are to be saved.
 
-        Left out is what is here already and what no level takes, with all that follows it. Returns
-        positions in ``keys``, their slots, and the position of the first one for which there is
-        no room, ``len(keys)`` if there is for all. ``explicit`` metas replace those of blocks that
-        are here. What finds no room is dropped, or tried again by who is ``patient``. Each key
-        returned must be given to ``publish`` or ``abandon``.
+        Leaves out blocks that are here already, and the first block that no level takes with all
+        that follow it. Returns positions in ``keys``, their slots, and the position of the first
+        block without room, ``len(keys)`` if there is none. ``explicit`` metas replace those of
+        blocks that are here. A block without room counts as a drop, unless the caller is
+        ``patient`` and tries again. Each key returned must be given to ``publish`` or ``abandon``.
         """
         self._require_open()
         if self.shared.unreleased:
@@ -193,16 +193,16 @@ class TierStack(StackQueries):
     def _missing(
         self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], start: int, *, explicit: bool
     ) -> tuple[Sequence[int], int]:
-        """Positions from ``start`` on that are to be saved, and up to where that is known.
+        """Return positions from ``start`` on that are to be saved, and up to where this is decided.
 
-        A range of them has metas that are alike.
+        If the positions are a ``range``, their metas are alike.
         """
         first = metas[start]
         is_plain = first.terms == NO_TERMS and first.until_s == inf
         end, part, said = len(keys), keys, metas
         if end > STEP:
             bulk_step = self.shared.bulk_step
-            has_room = self.shared.arena.free >= bulk_step  # or else some have to leave
+            has_room = self.shared.arena.free >= bulk_step  # otherwise blocks have to be evicted
             step = bulk_step if has_room else bulk_step // 4
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
@@ -229,7 +229,7 @@ class TierStack(StackQueries):
         return wanted, end
 
     def _lease(self, wanted: Sequence[int], metas: Sequence[BlockMeta]) -> list[Slot]:
-        """Slots for blocks at these positions, fewer if room is short."""
+        """Lease slots for blocks at these positions, fewer if room is short."""
         some = wanted[:1] if isinstance(wanted, range) else wanted
         lowest = min(metas[index].priority for index in some)
         slots = self.host.room(len(wanted), lowest, metas[wanted[0]].terms.salt)
@@ -238,7 +238,7 @@ class TierStack(StackQueries):
         return slots
 
     def _any_coming(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether one of these is on its way up."""
+        """Return whether a read of one of these is pending."""
         arrivals = self.loader.arrivals
         return bool(arrivals) and not arrivals.isdisjoint(keys)
 
@@ -246,7 +246,7 @@ class TierStack(StackQueries):
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """The bytes of these reserved blocks are complete: from now on they are hits."""
+        """Make these reserved blocks hits: their bytes are complete."""
         parts: list[Sequence[BlockKey]] = []
         end = len(keys)
         while end:  # the tail first, so that a prefix outlives what follows it
@@ -277,9 +277,9 @@ class TierStack(StackQueries):
             raise ClosedError("the cache is closed")
 
     def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> bool:
-        """Hold all of these in host, the tail first, if nothing happened to any of them meanwhile.
+        """Hold all of these in host, tail first, if none of them changed since ``reserve``.
 
-        Else nothing has changed, and False is returned.
+        Otherwise changes nothing and returns False.
         """
         metas = self._saving.metas(keys, slots)
         if (
@@ -295,12 +295,12 @@ class TierStack(StackQueries):
         return True
 
     def _publish_each(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[BlockKey]:
-        """Publish blocks one by one, the tail first; those that are in host now."""
+        """Publish blocks one by one, tail first, and return those that are in host now."""
         stored: list[BlockKey] = []
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             meta = self._saving.pop(key, slot)
             if meta is None or key in self.loader.arrivals or key in self.host.index:
-                # removed or saved anew meanwhile, or a level below had it after all
+                # it was removed or saved anew meanwhile, or is being read from a level below
                 self.shared.arena.release([slot])
             elif self.host.admits(meta):
                 self.host.hold([key], [slot], meta)
@@ -312,13 +312,13 @@ class TierStack(StackQueries):
         return stored
 
     def _send_down(self, key: BlockKey, slot: Slot, meta: BlockMeta) -> None:
-        """Offer a block that host does not hold to the level that should get it, if one should."""
+        """Offer a block that host does not hold to the level that should get it, if any."""
         (target,) = self.host.targets([key], [meta], {})
         if target is not None:
             target.offer([key], [slot], [meta])
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """These reserved blocks will not be filled: their slots are free again."""
+        """Free the slots of these reserved blocks, which will not be filled."""
         for start in range(0, len(keys), STEP):
             part = slots[start : start + STEP]
             with self.lock:
@@ -329,17 +329,17 @@ class TierStack(StackQueries):
     # ---- load
 
     def reach(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> int:
-        """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
+        """Return how many leading ``keys`` to fetch: all if a shared tier has to be asked."""
         _, total = self.lookup(keys, levels)
         with self.lock:
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
 
     def used(self, key: BlockKey, meta: BlockMeta) -> str | None:
-        """A block that was used elsewhere is worth ``meta`` now; with the lock held.
+        """Update what a block that was used elsewhere is worth; with the lock held.
 
-        It leaves the levels whose thresholds it does not reach any more. The hottest that holds it
-        then, or is about to, None if there is none.
+        The block leaves the levels with thresholds that it no longer reaches. Returns the hottest
+        level that still holds it or is about to, None if there is none.
         """
         slot = self.host.find(key)
         if slot is not None:
@@ -358,7 +358,7 @@ class TierStack(StackQueries):
     # ---- everything else
 
     def remove(self, keys: Sequence[BlockKey], *, for_all: bool = True) -> None:
-        """Forget these blocks, in shared tiers ``for_all``; what is under way brings none back."""
+        """Forget these blocks, in shared tiers ``for_all``; no transfer brings one back."""
         unique = list(dict.fromkeys(keys))
         for start in range(0, len(unique), STEP):
             part = unique[start : start + STEP]
@@ -372,22 +372,22 @@ class TierStack(StackQueries):
     def clear(self, *, erase: bool = False) -> Iterator[object]:
         """Forget every block; ``erase`` has tiers overwrite what they keep.
 
-        In steps, as with ``purge``: nothing is stored until the iteration is over or closed.
+        Works in steps, as ``purge`` does: nothing is stored until the iteration is over or closed.
         """
         return self._forget(self.levels, None, erase=erase)
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
-        """Forget every block of a salt: after each step, how many by level so far.
+        """Forget every block of a salt; yield after each step how many are gone by level so far.
 
-        Nothing of this salt is stored until the iteration is over or closed. No step holds the
-        lock for long; steps may be taken by any thread.
+        Nothing of this salt is stored until the iteration is over or closed. No step holds the lock
+        for long. Any thread may take steps.
         """
         return self._forget(self.levels, salt, erase=True)
 
     def reset(self) -> None:
         """Forget what no other engine has: blocks of the host level and of private tiers.
 
-        Returns at once, however many there are. Until ``resetting`` is over, nothing is stored.
+        Returns at once, however many there are. Nothing is stored while ``resetting`` is true.
         Shared tiers keep what they have.
         """
         with self.lock:
@@ -399,7 +399,7 @@ class TierStack(StackQueries):
 
     @property
     def resetting(self) -> bool:
-        """Whether a reset goes on."""
+        """True while a reset is in progress."""
         return self._resetting is not None
 
     def _reset_on(self, steps: int = 1) -> None:
@@ -418,9 +418,9 @@ class TierStack(StackQueries):
     ) -> Generator[dict[str, int]]:
         """Forget host's and these levels' blocks of a salt, None for all, in steps.
 
-        Meanwhile no level takes anything of the salt, so what moves between them cannot slip
-        through. Shared ones are purged, also of what others put. After each step, how many are
-        gone by level.
+        Meanwhile no level takes a block of the salt, so none that moves between levels can be
+        missed. Shared tiers are purged, also of what others put. Yields after each step how many
+        are gone by level.
         """
         refused = EVERYTHING if salt is None else salt
         all_levels: Sequence[HostLevel | Level] = (self.host, *levels)
@@ -443,7 +443,7 @@ class TierStack(StackQueries):
                     yield dict(counts)
             yield counts
         finally:
-            for _ in self._recall(levels, salt):  # what came up while it was still below
+            for _ in self._recall(levels, salt):  # reads that began meanwhile
                 pass
             with self.lock:
                 for level in levels:
@@ -454,7 +454,7 @@ class TierStack(StackQueries):
                     del self.shared.purging[refused]
 
     def _recall(self, levels: Sequence[Level], salt: bytes | None) -> Iterator[None]:
-        """What is under way of a salt, None for any, gets nowhere; in steps."""
+        """Cancel all transfers under way of a salt, None for any, in steps."""
         with self.lock:
             self.loader.prober.void()
             coming = list(self._saving)
@@ -473,7 +473,7 @@ class TierStack(StackQueries):
             yield
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks were used, by whichever way: they are the most recent, the head last."""
+        """Make these blocks the most recently used in every level, the head most of all."""
         self._post(self._touch, list(keys))
 
     def _touch(self, keys: list[BlockKey]) -> None:
@@ -498,7 +498,7 @@ class TierStack(StackQueries):
                 left += self.host.index.held(start, start + bulk_step)
         step = min([BATCH, *(level.settings.queue_blocks for level in durable)])
         for start in range(0, len(left) + step if durable else 0, step):
-            for lifecycle in lifecycles:  # so that its queue has room
+            for lifecycle in lifecycles:  # so that the queues have room
                 await lifecycle.drain()
             with self.lock:
                 self._flush_some(durable, left[start : start + step])
@@ -506,7 +506,7 @@ class TierStack(StackQueries):
             await lifecycle.drain(erased=True)
 
     def _flush_some(self, durable: Sequence[Level], keys: Sequence[BlockKey]) -> None:
-        """Offer those of ``keys`` that none of the levels has to the first that takes them."""
+        """Offer those of ``keys`` that none of the levels holds to the first that takes them."""
         for level in durable:
             left = [key for key in keys if not any(other.holds(key) for other in durable)]
             found = [(key, slot) for key in left if (slot := self.host.find(key)) is not None]
@@ -538,10 +538,10 @@ class TierStack(StackQueries):
                 self.shared.arena.release(self.host.index.drop(held))
 
     def moving(self, *, wanted: int | None = None) -> bool:
-        """Whether anything is under way that may make room: writes, loads, copies, pinned blocks.
+        """Return whether anything is under way that may make room: writes, loads, copies, pins.
 
-        A save that begins to wait says how many blocks it has, so that the next victims are
-        written meanwhile; one that waits no longer says 0.
+        A save that begins to wait passes the number of its blocks, so that the next victims are
+        written meanwhile. One that no longer waits passes 0.
         """
         with self.lock:
             if wanted is not None:
@@ -559,7 +559,7 @@ class TierStack(StackQueries):
 
     @property
     def pending(self) -> bool:
-        """Whether a level has something left to write."""
+        """True if a level has something left to write."""
         return self.host.waits or any(level.pending for level in self.levels)
 
     def check(self) -> None:

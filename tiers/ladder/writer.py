@@ -1,4 +1,4 @@
-"""The one writer of a level: it takes what waits there, passes the door, and settles it there."""
+"""The one writer of a level: it takes what is queued, calls the tier's client, and settles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvladder.tiers.ladder.records.index import BlockMeta
 class Writer:
     """Has a tier forget, store and erase in batches, at its own pace, one call after the other.
 
-    What it does not know by itself the level knows: it may die and begin anew at any time. Its
-    coroutines run on the loop thread.
+    All its state is in the level, so it may die and start again at any time. Its coroutines run on
+    the loop thread.
     """
 
     def __init__(self, level: Level, above: StackCallbacks) -> None:
@@ -32,16 +32,16 @@ class Writer:
         self._task: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
-        """Look at what waits."""
+        """Have the writer look at what is queued."""
         self._wakeup.set()
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the task."""
         name = f"kvladder-writer-{self._level.name}"
         self._task = asyncio.create_task(supervised(self._run, self._died), name=name)
 
     def _died(self, error: BaseException) -> None:
-        """It is started again."""
+        """Count and report the death of the task; it is started again."""
         level = self._level
         level.stats.task_failures += 1
         what = f"a task of level {level.name} died and is started again: {error!r}"
@@ -61,20 +61,22 @@ class Writer:
                 self._lose_all()
             with self._lock:
                 if was_ill and level.writable:
-                    self._above.wake()  # others may have something for it again
+                    self._above.wake()  # other levels may have blocks for it again
             self._idle.set()
 
     def _lose_all(self) -> None:
-        """What waits now does not wait any longer, since the tier is left alone."""
+        """Drop all queued blocks, since the tier takes no writes now."""
         goes_on = True
         while goes_on:
             with self._lock:
                 goes_on = self._level.lose_some()
 
     async def _step(self) -> None:
-        """One purge, one batch of removals, or one of writes and a step of erasing: what is due."""
+        """Do what is due: a purge, one batch of removals, or one batch of writes and a step of
+        erasing.
+        """
         level = self._level
-        if level.tier.shared and level.purges.next:  # nothing else is due until it is over
+        if level.tier.shared and level.purges.next:  # nothing else may run until the purge is over
             await self._purge()
             return
         with self._lock:
@@ -86,7 +88,7 @@ class Writer:
         await self._purge()
 
     async def _purge(self) -> None:
-        """Take a step of the purge that is due; what fails is still to be done."""
+        """Run a step of the purge that is due; a step that fails is still due."""
         with self._lock:
             purge = self._level.purges.next
         if purge is None:
@@ -97,13 +99,13 @@ class Writer:
                 self._level.purged(*done)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
-        """Have the tier forget these; if it fails, later again."""
+        """Have the tier forget these blocks; if it fails, they are queued again."""
         answer = await self._client.remove(blocks, lambda: self._level.forgotten_late(blocks))
         with self._lock:
             self._level.forgotten(blocks, answer)
 
     async def _write(self) -> None:
-        """Store the oldest that wait, a batch, in the room that is made for them."""
+        """Store the oldest queued blocks, one batch, and make the room for them."""
         level = self._level
         with self._lock:
             salts = level.next_batch()
@@ -124,9 +126,9 @@ class Writer:
                 level.settle(blocks, answer)
 
     async def _make_room(self, priorities: Sequence[int]) -> DropReason:
-        """Evict exactly as much as blocks of these priorities need; victims go below first.
+        """Evict as many blocks as writes of these priorities need; victims are demoted first.
 
-        Returns why those have no place that get none.
+        Returns why newcomers without a place get none.
         """
         with self._lock:
             victims, reason = self._level.victims(priorities)
@@ -139,7 +141,7 @@ class Writer:
         return reason
 
     async def _demote(self, victims: Sequence[tuple[Ref, BlockMeta]]) -> None:
-        """Read those victims that a level below admits and hand them to it."""
+        """Read those victims that a level below admits, and offer them to it."""
         level, arena = self._level, self._level.shared.arena
         moves: list[tuple[LevelRead, BlockMeta, Level]] = []
         with self._lock:
@@ -177,7 +179,7 @@ class Writer:
             await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Stop, and give up what waits; may be called again."""
+        """Stop the task and drop what is queued; may be called again."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

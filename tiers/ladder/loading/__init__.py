@@ -1,1 +1,1 @@
-"""What a request gets from the levels: read once for all who ask, if it is worth waiting for."""
+"""Loads: each block is read once for all fetches that want it, if the wait is worth it."""

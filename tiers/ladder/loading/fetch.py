@@ -1,4 +1,4 @@
-"""One request's load from the stack, and the blocks that are on their way to host slots."""
+"""One request's load from the stack, and the blocks on their way to host slots."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class PendingRead(LevelRead):
     """
 
     dead = False
-    """Whether the key was removed meanwhile: what arrives is thrown away."""
+    """True if the key was removed meanwhile: the bytes that arrive are thrown away."""
     others: list[tuple[Fetch, int]] | None = None
-    """Who waits for it beside ``fetch``."""
+    """Fetches that wait for it beside ``fetch``, with positions."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class PendingRead(LevelRead):
         self.meta = meta
         self.level = level
         self.fetch = fetch
-        """Who was the first to wait for it, and which block of its prefix it is."""
+        """First fetch that waits for it; ``position`` is the block's place in its prefix."""
         self.position = position
 
     @property
     def waiters(self) -> list[tuple[Fetch, int]]:
-        """Who waits for it, and which block of its prefix it is."""
+        """Fetches that wait for it, and the block's position in the prefix of each."""
         first = [] if self.fetch is None else [(self.fetch, self.position)]
         return first + (self.others or [])
 
     def join(self, fetch: Fetch, position: int) -> None:
-        """One more waits for it."""
+        """Add a fetch that waits for it."""
         if self.fetch is None:
             self.fetch, self.position = fetch, position
         elif self.others is None:
@@ -67,32 +67,32 @@ class PendingRead(LevelRead):
             self.others.append((fetch, position))
 
     def recall(self) -> None:
-        """The key was removed."""
+        """Note that the key was removed."""
         self.dead = True
 
 
 class Pins(Protocol):
-    """What a fetch needs of the stack."""
+    """The part of the stack that a fetch needs."""
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Give pinned slots back."""
         ...
 
     def late(self, levels: Sequence[str]) -> None:
-        """Blocks from these levels, one each, have not arrived when the fetch was over."""
+        """Count blocks that had not arrived when a fetch ended; one level name for each."""
         ...
 
     def discard(self, keys: Sequence[BlockKey], /) -> object:
-        """Forget blocks whose bytes turned out to be of no use."""
+        """Forget blocks that have unusable bytes."""
         ...
 
 
 class Fetch:
     """The longest prefix of some keys that the stack could serve, pinned in host slots.
 
-    Owned by the caller, who asks ``done`` as often as it likes, uses ``slots`` and calls
-    ``release`` or ``forget`` in the end; until then the slots are not reused. If the caller loses
-    it, a ResourceWarning says so and the slots are reused: keep it as long as a copy reads them.
+    The caller owns it, polls ``done``, uses ``slots`` and calls ``release`` or ``forget`` in the
+    end; until then the slots are not reused. If the caller loses it, a ResourceWarning says so and
+    the slots are reused: keep it as long as a copy reads them.
     """
 
     _released = True
@@ -115,12 +115,12 @@ class Fetch:
         self.levels = levels
         """Bits of the levels that may be read for it."""
         self.saves = saves
-        """What the engine need not do if all of it comes; None has it fetched in any case."""
+        """Compute that the engine avoids if all blocks come; None has them fetched in any case."""
         self.patience: Patience | None = None
-        """How long it is worth to wait; None up to the deadline."""
+        """Limit of the wait that is worth it; None waits up to the deadline."""
         self._stack = stack
         self.salt = salt
-        """The digest of the cache salt that is bound into the keys."""
+        """Digest of the cache salt that is bound into the keys."""
         self._lock = shared.lock
         self._clock = shared.clock
         self.begun_s = shared.clock.now()
@@ -150,7 +150,7 @@ class Fetch:
         self._sources += [source] * len(slots)
 
     def arrived(self, indices: Sequence[int], slots: Sequence[Slot], source: str) -> None:
-        """The blocks at ``indices``, which are waited for, are pinned in ``slots``."""
+        """Set the slots of the blocks at ``indices``, which are pinned now and were waited for."""
         for index, slot in zip(indices, slots, strict=True):
             self._slots[index] = slot
             self._sources[index] = source
@@ -161,7 +161,7 @@ class Fetch:
         self._notify()
 
     def failed(self, index: int) -> None:
-        """The block at ``index`` does not come: the prefix ends there."""
+        """End the prefix before the block at ``index``, which does not come."""
         if index in self._waiting:
             self._waiting.difference_update(range(index, min(self._ends, len(self._slots))))
             self._ends = index
@@ -169,35 +169,35 @@ class Fetch:
             self._notify()
 
     def ask(self, *, asking: bool) -> None:
-        """Whether it is still being asked how the prefix goes on."""
+        """Set whether the rest of the prefix is still looked for, here or in shared tiers."""
         self._asking = asking
         self._notify()
 
     def be_patient(self, patience: Patience) -> None:
-        """Wait as long as that is worth it, but not beyond the deadline."""
+        """Set how long waiting is worth it; the deadline still holds."""
         self.patience = patience
 
     @property
     def length(self) -> int:
-        """How many blocks of the prefix are there or on their way."""
+        """Number of blocks of the prefix that are there or on their way."""
         return len(self._slots)
 
     @property
     def asking(self) -> bool:
-        """Whether the answer to that would still be used."""
+        """True while the rest of the prefix is looked for and would still be used."""
         return self._asking and not self._answered
 
     def waits_for(self, indices: Sequence[int]) -> bool:
-        """Whether the blocks at ``indices`` would all still be used."""
+        """Return whether all blocks at ``indices`` would still be used."""
         return self._waiting.issuperset(indices)
 
     def queues_for(self, indices: Sequence[int], now_s: float) -> bool:
-        """Whether it is worth to begin with the blocks at ``indices``, which waited for room."""
+        """Return whether to begin the blocks at ``indices``, which waited for room."""
         return self.waits_for(indices) and now_s < self._end_s
 
     @property
     def _end_s(self) -> float:
-        """When the answer is what has arrived: at the deadline, or when computing is faster."""
+        """Time at which the fetch ends: its deadline, or earlier if computing becomes faster."""
         if self.patience is None:
             return self._deadline_s
         return min(self._deadline_s, self.patience.end_s(self._here))
@@ -210,7 +210,7 @@ class Fetch:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is final: nothing is on its way, or it has taken long enough."""
+        """True if the answer is final: nothing is on its way, or it has taken long enough."""
         if self._answered:
             return True
         if (self._waiting or self._asking) and self._clock.now() < self._end_s:
@@ -221,7 +221,7 @@ class Fetch:
         return True
 
     def _answer(self) -> None:
-        """Keep the leading blocks that are here, give the rest back."""
+        """Keep the leading blocks that are here, and give the rest back."""
         if self._answered:
             return
         with self._lock:
@@ -248,7 +248,7 @@ class Fetch:
         if self._settled is None:
             return self.done
         end_s = inf if timeout_s is None else self._clock.now() + timeout_s
-        while not self.done:  # what arrives may have it wait for more
+        while not self.done:  # an arrival may lengthen the wait
             now_s = self._clock.now()
             if now_s >= end_s or self._settled.wait(max(0.0, min(end_s, self._end_s) - now_s)):
                 break
@@ -256,26 +256,26 @@ class Fetch:
 
     @property
     def planned(self) -> list[str]:
-        """The level of each block that is here or on its way, before ``done``."""
+        """Level of each block that is here or on its way, before ``done``."""
         return list(self._sources)
 
     @property
     def blocks(self) -> int:
-        """How many leading blocks are in ``slots``; 0 until ``done``."""
+        """Number of leading blocks in ``slots``; 0 until ``done``."""
         return len(self._slots) if self._answered else 0
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots of those blocks, pinned until ``release``."""
+        """Slots of those blocks, pinned until ``release``."""
         return list(self._slots) if self._answered else []
 
     @property
     def sources(self) -> list[str]:
-        """The level each of those blocks came from."""
+        """Level that each of those blocks came from."""
         return list(self._sources) if self._answered else []
 
     def release(self) -> None:
-        """Unpin; the blocks stay cached. May be called again."""
+        """Unpin the blocks, which stay cached. May be called again."""
         self._answer()
         with self._lock:
             is_first, self._released = not self._released, True
@@ -283,7 +283,7 @@ class Fetch:
             self._stack.unpin(*self._pinned())
 
     def _pinned(self) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
-        """The blocks of the answer, and their slots."""
+        """Return the blocks of the answer, and their slots."""
         return self.keys[: len(self._slots)], self._slots
 
     def __del__(self) -> None:
@@ -291,13 +291,13 @@ class Fetch:
             self._unreleased.add("fetch", self.release)
 
     def forget(self) -> None:
-        """Release, and have every level forget the blocks: their bytes could not be used."""
+        """Release, and have every level forget the blocks, as their bytes could not be used."""
         self.release()
         self._stack.discard(self._pinned()[0])
 
 
 class PrefetchSet:
-    """Fetches that nobody waits for: what they bring up is in host for who asks next."""
+    """Keeps fetches with no waiting request: they bring blocks up to host for later ones."""
 
     def __init__(self) -> None:
         self._fetches: list[Fetch] = []
@@ -306,15 +306,15 @@ class PrefetchSet:
         return len(self._fetches)
 
     def add(self, fetches: Iterable[Fetch]) -> None:
-        """Let go of these, too, once they are done."""
+        """Add fetches, to be released once they are done."""
         self._fetches += fetches
 
     def settle(self) -> None:
-        """Let go of what has come up."""
+        """Release the fetches that are done."""
         self._let_go([fetch for fetch in self._fetches if fetch.done])
 
     def close(self) -> None:
-        """Let go of all of them; may be called again."""
+        """Release all fetches; may be called again."""
         self._let_go(self._fetches[:])
 
     def _let_go(self, fetches: Sequence[Fetch]) -> None:
@@ -324,7 +324,7 @@ class PrefetchSet:
 
 
 class SetFetch(Fetch):
-    """Those of a set of blocks that the stack could serve: one that is missing ends nothing.
+    """Those of a set of blocks that the stack could serve: a missing one ends nothing.
 
     ``keys`` are those that were there when it began; ``found`` says which of them came.
     """
@@ -348,12 +348,12 @@ class SetFetch(Fetch):
 
     @property
     def found(self) -> dict[BlockKey, Slot]:
-        """The slots of the blocks that are here, pinned until ``release``; empty until ``done``."""
+        """Slots of the blocks that are here, pinned until ``release``; empty until ``done``."""
         pairs = zip(self.keys, self.slots, strict=False)
         return {key: slot for key, slot in pairs if slot != NO_SLOT}
 
     async def settle(self) -> None:
-        """Wait until ``done``; on the loop thread, which is where blocks arrive."""
+        """Wait until ``done``; on the loop thread, where blocks arrive."""
         self._told = asyncio.Event()
         while not self.done:
             self._told.clear()

@@ -1,4 +1,4 @@
-"""Loads: what comes up from colder levels, once per block whoever asks."""
+"""Loads: blocks that come up from colder levels, read once for all fetches that want them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class ReadBatch(NamedTuple):
     level: Level
     blocks: list[PendingRead]
     mark: RequestTimestamp
-    """When the blocks were asked for."""
+    """Time at which the blocks were asked for."""
 
 
 class Loader:
-    """Fetches blocks into host slots: single flight per key, a batch per call, a hole ends it.
+    """Fetches blocks into host slots: one read per key, one batch per call; a hole ends a fetch.
 
-    ``fetch`` may be called from any thread and never waits; the rest runs on the loop thread.
+    Any thread may call ``fetch``, which never waits; the rest runs on the loop thread.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class Loader:
         self._max = blocks_max
         self._landed = landed
         self.discard = discard
-        """Forgets blocks whose bytes turned out to be of no use."""
+        """Forgets blocks with bytes that turned out to be unusable."""
         self.arrivals: Book[PendingRead] = by_key(blocks_max)
-        """What is on its way; for others to look at, with the lock held."""
+        """Pending reads by key; others may look at it with the lock held."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
-        """Levels that want blocks which were hit so often."""
+        """Write-through levels that want blocks after a number of hits."""
         self.prober = Prober(levels, shared, self._known, self._grow)
         self._planner = Planner(worth, host, levels, shared, self.arrivals, self.prober.pace)
         self._room_queue = RoomWaitQueue(host, levels, shared, self.arrivals, self._planner)
 
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
-        """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
+        """Throw away what arrives of removed blocks, only those of ``salt`` if one is given."""
         self.prober.recall(keys)
         for key in keys:
             arrival = self.arrivals.get(key)
@@ -94,10 +94,10 @@ class Loader:
                 arrival.recall()
 
     def fetch(self, fetch: Fetch) -> None:
-        """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
+        """Pin the longest prefix of its keys, and begin to bring up what is not in host slots.
 
-        A block that is in host, or only in others than its levels, ends the prefix if host is not
-        among them.
+        If host is not among its levels, a block in host ends the prefix. So does a block that only
+        other levels hold.
 
         Raises
         ------
@@ -112,10 +112,10 @@ class Loader:
             self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
 
     def _grow(self, fetch: Fetch, *, new: bool = False) -> None:
-        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come.
+        """Extend the prefix of ``fetch`` as far as is known, and begin the reads that it needs.
 
-        A ``new`` one is counted. The lock is released between steps: what was found is pinned or
-        on its way, and if that fails meanwhile the prefix ends.
+        A ``new`` one is counted. The lock is released between steps. What was found is pinned or on
+        its way by then; if a read fails meanwhile, the prefix ends.
         """
         decision: FetchDecision | None = None
         goes_on = True
@@ -130,8 +130,9 @@ class Loader:
                 decision, goes_on = self._preview(fetch), True
 
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
-        """Take a step of blocks that are all in host; whether there may be more."""
+        """Take a step of blocks that are all in host; return whether there may be more."""
         start, end, host = fetch.length, len(fetch.keys), self._host
+        # a hit may offer a block to ``_wanting`` levels, which ``_attach`` does one by one
         if start == end or not fetch.asking or self._wanting or not fetch.levels & HOST:
             return False
         slots = host.index.lasting(fetch.keys[start : start + self._shared.bulk_step])
@@ -146,7 +147,7 @@ class Loader:
         return fetch.length < end
 
     def _preview(self, fetch: Fetch) -> FetchDecision:
-        """How far a long prefix is known, and up to where it is to be fetched."""
+        """Look up how far a long prefix is known, and decide up to where to fetch it."""
         start, known = fetch.length, 0
         missing, runs = MissingBlocks(), list[LevelRun]()
         while known < len(fetch.keys) - start:
@@ -165,9 +166,9 @@ class Loader:
     def _cut(
         self, fetch: Fetch, known: int, missing: MissingBlocks, runs: Sequence[LevelRun]
     ) -> FetchDecision:
-        """Where to end what ``fetch`` goes on with, since fetching more takes too long.
+        """Decide where the rest of ``fetch`` ends: the blocks after it are not worth the wait.
 
-        Up to ``known`` levels have it; ``missing`` and ``runs`` are what of it has to come.
+        Levels have the prefix up to ``known``; ``missing`` and ``runs`` say what of it has to come.
         """
         if not runs:
             return FetchDecision(known, known, {})
@@ -184,7 +185,7 @@ class Loader:
         return FetchDecision(cut.end, known, dropped)
 
     def _grow_on(self, fetch: Fetch, decision: FetchDecision | None, *, new: bool) -> bool:
-        """Take a step of blocks wherever they are; whether there may be more."""
+        """Take a step of blocks wherever they are; return whether there may be more."""
         start, end = fetch.length, len(fetch.keys)
         step = self._shared.load_step
         keys = fetch.keys[start : min(start + step, end if decision is None else decision.end)]
@@ -192,17 +193,19 @@ class Loader:
         found, missing, runs = self._planner.plan(keys, fetch.levels, places=places)
         if decision is None:
             decision = self._cut(fetch, start + len(found), missing, runs)
+            # what is not worth the wait is left out
             del found[decision.end - start :]
             missing = missing[: missing.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
-        # what comes behind blocks that wait for room waits, too
+        # blocks behind blocks that wait for room wait, too
         waits = self._room_queue.has_last(fetch)
         slots = self._room_for(missing) if missing and not waits else []
-        waits = waits or self._host.short_of == "room"  # others' blocks need not wait for a salt
+        waits = waits or self._host.short_of == "room"  # a salt at its quota delays no other
         later = (
             self._room_queue.add(fetch, start, missing[len(slots) :]) if missing and waits else {}
         )
         cut_at, is_short = len(found), len(slots) + len(later) < len(missing)
+        # neither a slot nor a place in the queue: the prefix ends there
         if is_short:
             cut_at = missing.positions[len(slots) + len(later)]
             self._host.stats.throttled += len(missing) - len(slots) - len(later)
@@ -214,6 +217,7 @@ class Loader:
         there = Counter(missing.levels[: len(slots) + len(later)])
         if not goes_on:
             there.update(decision.dropped)
+        # the last step counts all that is left as asked for
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, joined, there)
         if reads:
@@ -226,7 +230,7 @@ class Loader:
         return goes_on
 
     def _asks(self, fetch: Fetch, start: int) -> bool:
-        """Whether ``fetch`` should wait for what shared tiers say of its keys from there on."""
+        """Return whether ``fetch`` should wait for an answer of shared tiers about the rest."""
         asking = self._planner.asks(fetch, start)
         if asking == "aside":
             keys, salt = fetch.keys[start:], fetch.salt
@@ -236,12 +240,12 @@ class Loader:
         return asking == "wait"
 
     def _try(self, fetch: Fetch, start: int) -> None:
-        """Have some of its blocks read, for which nobody waits, to see how fast they come."""
+        """Read some of its blocks, with no fetch waiting, to measure how fast they come."""
         keys, levels, salt = fetch.keys[start : start + TRIAL_BLOCKS], fetch.levels, fetch.salt
         self._post(self._run, lambda: self._bring_some(keys, levels, salt), "kvladder-try")
 
     async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:
-        with self._lock:  # what was known may have gone since, from a level that nobody can ask
+        with self._lock:  # a level that cannot be asked may have lost it since
             asks = not self._known(keys[0]) and self.prober.may_know(keys[0], levels)
         if asks:
             await self.prober.ask(keys, salt)
@@ -252,7 +256,7 @@ class Loader:
         self._start(*reads)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Begin a task that ``aclose`` ends (loop thread)."""
+        """Start a task that ``aclose`` ends (loop thread)."""
         if self._closed:
             return
         task = asyncio.get_running_loop().create_task(work(), name=name)
@@ -268,7 +272,7 @@ class Loader:
             self._landed()
 
     def _known(self, key: BlockKey) -> bool:
-        """Whether the block is somewhere, as far as is known without asking."""
+        """Return whether the block is held or on its way, as far as is known without asking."""
         return (
             self._host.find(key) is not None
             or key in self.arrivals
@@ -276,13 +280,13 @@ class Loader:
         )
 
     def fetchable(self, keys: Sequence[BlockKey], mask: int) -> Sequence[BlockKey]:
-        """Those of ``keys``, a set, that a fetch from these levels would serve now."""
+        """Return those of ``keys``, a set, that a fetch from these levels would serve now."""
         if len(keys) > 1 and self._host.index.lasting(keys) is not None:
             return keys
         return [key for key in keys if self._planner.plan([key], mask).slots]
 
     def resume(self) -> None:
-        """Begin what waited for room, as far as there is some now (loop thread)."""
+        """Begin reads that waited for room, as far as there is some now (loop thread)."""
         while self._room_queue.prune():
             pass
         with self._lock:
@@ -298,14 +302,14 @@ class Loader:
             elif stuck and self._room_queue and not self._host.has_looked:
                 self._host.doubt()
                 self._landed()
-            elif stuck and self._room_queue:  # nothing is under way that could make room
+            elif stuck and self._room_queue:  # no transfer is left that could make room
                 self._host.stats.throttled += self._room_queue.drop()
                 self._post(self.resume)
             self._host.demand(len(self._room_queue))
         self._start(*reads)
 
     def _room_for(self, missing: MissingBlocks) -> list[Slot]:
-        """Slots for what has to come, as far as budget and room go."""
+        """Lease slots for what has to come, as far as budget and room allow."""
         count = min(len(missing), self._max - len(self.arrivals))
         return missing[: max(0, count)].room(self._host)
 
@@ -316,7 +320,7 @@ class Loader:
         fetches: Sequence[Fetch | None],
         start: int = 0,
     ) -> list[ReadBatch]:
-        """Register an arrival for each block that has a slot to come to: what to read, by level.
+        """Register a pending read for each block that has a slot; return the batches to read.
 
         ``fetches`` wait for them; their positions in these count from ``start``.
         """
@@ -345,9 +349,9 @@ class Loader:
     def _attach(
         self, fetch: Fetch, found: Sequence[Slot], missing: MissingBlocks
     ) -> tuple[int, int]:
-        """Fill ``fetch`` and have it wait for what is on its way for others, not in ``missing``.
+        """Fill ``fetch``, and have it join reads that are pending for others, not in ``missing``.
 
-        Returns how many of its blocks are in the host level, and how many of those on their way.
+        Returns how many of its blocks are in the host level, and how many joined a pending read.
         """
         first, own = fetch.length, missing.before(len(found))
         sources = [level.name for level in missing.levels[:own]]
@@ -372,7 +376,7 @@ class Loader:
         return len(here), len(found) - len(here) - own
 
     def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
-        """Count a fetch, with the lock held: a level is asked for what no hotter one has.
+        """Count a fetch, with the lock held; a level is asked for what no hotter one has.
 
         ``there`` says how many blocks each level has.
         """
@@ -380,14 +384,14 @@ class Loader:
         stats.queries += asked
         stats.hits += hits
         stats.joined += joined
-        asked = max(0, asked - hits - joined)  # 0 of a fetch that was counted and has grown
+        asked = max(0, asked - hits - joined)  # 0 if the fetch was counted before it grew
         for level in self._levels:
             if level.readable:
                 level.stats.queries += asked
                 asked = max(0, asked - there.get(level, 0))
 
     def _write_on_hit(self, slots: Sequence[Slot]) -> None:
-        """Offer blocks to the write-through levels that ask for just as many hits as they have."""
+        """Offer blocks to the write-through levels that want exactly as many hits as they have."""
         index = self._host.index
         for level in self._wanting:
             for key, slot in zip(index.keys_at(slots), slots, strict=True):
@@ -401,7 +405,7 @@ class Loader:
             self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
 
     async def _bring(self, read: ReadBatch) -> None:
-        """Read a batch, publish what came, look further down for what did not."""
+        """Read a batch, publish what came, and read the rest from levels further down."""
         level, batch, mark = read
         found: Sequence[bool] = [False] * len(batch)
         try:
@@ -414,7 +418,7 @@ class Loader:
                 was_full, free = len(self.arrivals) >= self._max, self._shared.arena.free
                 reads = self._reads(self._land(level, batch, found))
                 goes_on = self.arrivals or any(level.queued for level in self._levels)
-                # what came is pinned: who waits for room has it from writes, which say so
+                # what came is pinned, so room comes from writes, which call ``wake`` themselves
                 if was_full or self._shared.arena.free > free or not goes_on:
                     self._landed()
         self._start(*reads)
@@ -422,7 +426,7 @@ class Loader:
     def _land(
         self, level: Level, batch: Sequence[PendingRead], found: Sequence[bool]
     ) -> dict[Level, list[PendingRead]]:
-        """End these arrivals, tail first; what is to be read from levels below instead."""
+        """End these pending reads, tail first; return what to read from levels below instead."""
         retries: dict[Level, list[PendingRead]] = {}
         if all(found) and self._land_bulk(level, batch):
             return retries
@@ -451,9 +455,9 @@ class Loader:
         return retries
 
     def _land_bulk(self, level: Level, batch: Sequence[PendingRead]) -> bool:
-        """Publish what ``level`` delivered of a batch, all of it, if one fetch waits for all of it.
+        """Publish what ``level`` delivered of a batch, if one fetch waits for all of it.
 
-        Else nothing has changed, and False is returned.
+        Otherwise changes nothing and returns False.
         """
         if len(batch) < BULK_MIN:
             return False
@@ -477,7 +481,7 @@ class Loader:
     def _arrived(
         self, key: BlockKey, arrival: PendingRead, wanted: Sequence[tuple[Fetch, int]]
     ) -> bool:
-        """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
+        """Hand the slot to the host level, if that admits the block, and to the waiting fetches."""
         del self.arrivals[key]
         slot = arrival.slot
         self._shared.arena.share([slot] * len(wanted))
@@ -493,7 +497,7 @@ class Loader:
     def _reroute(
         self, level: Level, arrival: PendingRead, wanted: Sequence[tuple[Fetch, int]]
     ) -> PendingRead | None:
-        """Have a block that ``level`` did not deliver come from below it, into another slot."""
+        """Have a block that ``level`` did not deliver read from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
         key, found = arrival.key, source(below, arrival.key)
@@ -536,14 +540,14 @@ class Loader:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self.arrivals:  # their reads have not begun
+        while self.arrivals:  # reads that never began
             with self._lock:
                 for arrival in [*islice(self.arrivals.values(), BATCH)]:
                     arrival.level.read_ended([arrival])
                     self._land(arrival.level, [arrival], [False])
 
     def check(self) -> None:
-        """Assert what must hold of every arrival; for tests."""
+        """Assert what must hold of every pending read; for tests."""
         slots = [arrival.slot for arrival in self.arrivals.values()]
         assert len({*slots}) == len(slots) <= self._max
         assert self._host.index.disjoint(self.arrivals)

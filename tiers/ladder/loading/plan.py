@@ -1,4 +1,4 @@
-"""What is fetched of a prefix: where its blocks are, and what of them is worth to be waited for."""
+"""Plans of fetches: where the blocks of a prefix are, and which are worth the wait."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from kvladder.tiers.ladder.loading.fetch import Fetch, PendingRead
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
 
 Asking = Literal["wait", "aside", "try", "leave"]
-"""Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""
+"""Ask shared tiers and wait, ask without waiting, begin a trial read, or leave them alone."""
 
 
 @dataclass(slots=True)
 class MissingBlocks:
     """Blocks that a fetch has to bring, in order, in columns.
 
-    An object for each would take longer to make, and to collect, than its block to look up.
+    Making and collecting an object for each would take longer than looking its block up.
     """
 
     positions: list[int] = field(default_factory=list[int])
@@ -51,21 +51,21 @@ class MissingBlocks:
         )
 
     def add(self, position: int, key: BlockKey, level: Level, place: int) -> None:
-        """One more."""
+        """Append one block."""
         self.positions.append(position)
         self.keys.append(key)
         self.levels.append(level)
         self.places.append(place)
 
     def extend(self, more: MissingBlocks) -> None:
-        """The next of them."""
+        """Append the blocks that follow."""
         self.positions += more.positions
         self.keys += more.keys
         self.levels += more.levels
         self.places += more.places
 
     def by_level(self, *columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Each level, and what is its own of their keys, places and more columns."""
+        """Yield each level with its own part of keys, places and further columns."""
         whole: tuple[Sequence[Any], ...] = (self.keys, self.places, *columns)
         for level in dict.fromkeys(self.levels):
             if self.levels.count(level) == len(self):
@@ -75,7 +75,7 @@ class MissingBlocks:
             yield level, *([*compress(each, own)] for each in whole)
 
     def room(self, host: HostLevel) -> list[Slot]:
-        """Lease slots of host for the first of them; for those of another salt the next time."""
+        """Lease slots of host for the first blocks. With quotas it ends before another salt."""
         count, salt = len(self), b""
         if count and host.index.has_quota:
             both = zip(self.levels, self.places, strict=True)
@@ -86,54 +86,55 @@ class MissingBlocks:
         return host.room(count, lowest, salt)
 
     def before(self, position: int) -> int:
-        """How many of them stand before this position."""
+        """Return how many blocks stand before this position."""
         return bisect_left(self.positions, position)
 
 
 class Plan(NamedTuple):
-    """Where the blocks of a prefix are, as far as they are somewhere."""
+    """Levels and places of the blocks of a prefix, up to the first block that no level has."""
 
     slots: list[Slot]
-    """Of host; ``NO_SLOT`` where a block has to come, or is on its way."""
+    """Slots of host; ``NO_SLOT`` where a block has to come or is on its way."""
     missing: MissingBlocks
-    """What has to come, in order."""
+    """Blocks that have to come, in order."""
     runs: list[LevelRun]
-    """What has to come or is on its way, by level."""
+    """Blocks that have to come or are on their way, by level."""
 
 
 class FetchLimit(NamedTuple):
-    """What is fetched of a prefix."""
+    """End of the part of a prefix that is fetched, and the reason for it."""
 
     end: int
-    """Up to which position among the keys."""
+    """Position among the keys at which it ends."""
     why: Literal["", "slower", "sampled"] = ""
-    """Why it ends there: the rest would come later than computing it, or is computed to see how
-    long that takes. Names what counts it."""
+    """Reason for the end; also the name of the counter. "slower": the rest would come later than
+    computing it. "sampled": the rest is computed to measure how long that takes.
+    """
     trials: Sequence[int] = ()
-    """From which positions on trials of the levels are due that are not asked for the rest."""
+    """Positions from which to begin trial reads of levels that are not used for the rest."""
 
 
 class FetchDecision(NamedTuple):
-    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+    """The part of a prefix that is to be fetched; positions among the keys of the fetch."""
 
     end: int
-    """Up to where."""
+    """Position at which the fetch ends."""
     known: int
-    """Up to where levels have it."""
+    """Position up to which levels have the prefix."""
     dropped: Mapping[Level, int]
-    """How many blocks between them would have to come, by level."""
+    """Number of blocks between them that would have to come, by level."""
     places: Sequence[int] = ()
-    """Where all of them are, from position ``start`` on, if all have to come."""
+    """Places of all blocks from position ``start`` on, if all have to come."""
     start: int = 0
 
 
 def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
-    """Those whose bits are in ``mask``."""
+    """Return those levels that have their bit in ``mask``."""
     return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
 
 
 def source(levels: Sequence[Level], key: BlockKey) -> tuple[Level, int] | None:
-    """The hottest of these levels that has the block, and where, if one does."""
+    """Return the hottest of these levels that has the block, and the place, or None."""
     for level in levels:
         place = level.find(key)
         if place is not None:
@@ -142,7 +143,7 @@ def source(levels: Sequence[Level], key: BlockKey) -> tuple[Level, int] | None:
 
 
 def joined(parts: Sequence[tuple[int, int, Pace]]) -> list[LevelRun]:
-    """Parts of runs that follow each other: those of one level are one run."""
+    """Join parts that follow each other and are of one level into one run."""
     if len(parts) == 1:
         return [LevelRun(*parts[0])]
     runs: list[LevelRun] = []
@@ -155,13 +156,13 @@ def joined(parts: Sequence[tuple[int, int, Pace]]) -> list[LevelRun]:
 class Planner:
     """Looks up where blocks are, and compares how fast they come with computing them.
 
-    Everything is called with the stack's lock held. Where nothing was measured of the engine,
-    everything is fetched and waited for up to the deadline.
+    The stack's lock is held around every call. Before the engine was measured, everything is
+    fetched and waited for up to the deadline.
 
     Parameters
     ----------
     arrivals:
-        What is on its way, by key.
+        Pending reads, by key.
     questions:
         How long shared tiers take to say what they have.
     """
@@ -187,9 +188,9 @@ class Planner:
     def plan(
         self, keys: Sequence[BlockKey], mask: int, first: int = 0, places: Sequence[int] = ()
     ) -> Plan:
-        """Where the longest prefix of ``keys`` is, the first of which is at position ``first``.
+        """Look up the longest prefix of ``keys``; the first of them is at position ``first``.
 
-        It may be known at which ``places`` they were.
+        ``places`` says where the blocks were before, if that is known.
         """
         levels = among([level for level in self._levels if level.readable], mask)
         alike = self.wants_bulk(keys, first, levels, places)
@@ -225,11 +226,11 @@ class Planner:
         levels: Sequence[Level],
         known: Sequence[int],
     ) -> MissingBlocks | None:
-        """Where the next blocks of a prefix are, if one level has all of them for good.
+        """Look up the next blocks of a prefix, if one level has all of them and none expires.
 
         None if that is not so, or if one of them is in host or a hotter level, or on its way there.
-        ``known`` is where they were when that was last looked up, empty if it was not.
-        Built-in functions that run over many take a third of the time of a loop.
+        ``known`` is where they were when last looked up, empty if they were not. Built-in functions
+        over many blocks take a third of the time of a loop.
         """
         if len(keys) < BULK_MIN or not self._host.index.disjoint(keys):
             return None
@@ -251,9 +252,9 @@ class Planner:
         return None if saves is None else self._worth.estimate(saves, len(fetch.keys))
 
     def cut(self, fetch: Fetch, end: int, parts: Sequence[Stretch]) -> FetchLimit:
-        """Where to end what ``fetch`` goes on with, which is known up to ``end``.
+        """Decide where to end the rest of ``fetch``, which is known up to ``end``.
 
-        ``parts``, which count from where it goes on, say what of it has to come.
+        ``parts``, which count from the end of what it has, say what has to come.
         """
         start, now_s = fetch.length, self._shared.clock.now()
         runs = [run for part in parts for run in part]
@@ -272,13 +273,13 @@ class Planner:
         fetch.be_patient(patience)
         if start + keep == end:
             return FetchLimit(end)
-        # whichever is the slow one: a level that others hide would never be tried again
+        # try each level that is left out: one that others hide would never be measured again
         left = {run.pace: run.first for run in reversed(runs) if run.first >= keep}
         trials = [start + first for pace, first in left.items() if pace.spurn()]
         return FetchLimit(start + keep, why="slower", trials=trials)
 
     def asks(self, fetch: Fetch, start: int) -> Asking:
-        """What to do about keys from ``start`` on, which shared tiers may have.
+        """Decide what to do about keys from ``start`` on, which shared tiers may have.
 
         If a fetch is to wait for their answer, it is given the patience for it.
         """

@@ -1,4 +1,4 @@
-"""Questions to shared tiers: what others have put there, asked ahead and remembered briefly."""
+"""Questions to shared tiers: blocks that others put there, asked ahead and remembered briefly."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.plan import among
 
 ABSENT_MAX = 4096
-"""How many prefixes are remembered to end somewhere."""
+"""Most keys that are remembered as absent."""
 
 
 @dataclass(eq=False)
 class Question:
-    """A question under way: whoever has the same one waits for its answer."""
+    """A question in flight; tasks with the same question wait for its answer."""
 
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     is_void: bool = False
-    """Whether everything was removed meanwhile."""
+    """True if everything was removed meanwhile."""
     removed: set[BlockKey] = field(default_factory=set[BlockKey])
-    """What was removed meanwhile: it may be gone by now, whatever the answer says."""
+    """Blocks that were removed meanwhile: they may be gone, whatever the answer says."""
 
     def void(self) -> None:
-        """Everything was removed."""
+        """Note that everything was removed."""
         self.is_void = True
 
 
 class Prober:
-    """Asks the shared levels of a stack how a prefix goes on, and takes what they say into them.
+    """Asks the shared levels of a stack how a prefix continues, and has them adopt what is there.
 
-    From then on the blocks are in the index of their level like any that were put from here; the
-    index is only a guess, and a read that finds nothing takes a block out again. Sync methods are
-    called with the stack's lock held, coroutines run on the loop thread.
+    Adopted blocks are in the index of their level like any that were put from here. The index is
+    only a guess: a read that finds no block takes it out again. Sync methods are called with the
+    stack's lock held, unless they take it. Coroutines run on the loop thread.
 
     Parameters
     ----------
     known:
-        Whether a block is in some level, or on its way, without asking.
+        Returns whether a block is in some level, or on its way, without asking.
     grow:
-        Has a fetch go on with what is known.
+        Extends a fetch with what is known.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class Prober:
         self._absent: dict[BlockKey, float] = {}
         self._questions: dict[BlockKey, Question] = {}
         self.pace = Pace()
-        """How long answers take, with the stack's lock held."""
+        """Measured time of answers, with the stack's lock held."""
 
     def may_know(self, key: BlockKey, mask: int) -> bool:
-        """Whether a prefix that ends before ``key`` may go on in one of these levels, asked now."""
+        """Return whether one of these levels may have ``key`` and the rest, if it is asked now."""
         if not any(level.answers for level in among(self._levels, mask)):
             return False
         return self._absent.get(key, 0.0) <= self._shared.clock.now()
 
     def recall(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks were removed: no answer to an earlier question brings one back."""
+        """Note removed blocks: no answer to an earlier question brings one back."""
         for question in self._questions.values():
             question.removed.update(keys)
 
     def void(self) -> None:
-        """Everything was removed: the answers to earlier questions are of no use."""
+        """Discard the answers to earlier questions: everything was removed."""
         for question in self._questions.values():
             question.void()
 
     async def follow(self, fetch: Fetch) -> None:
-        """Ask, and have ``fetch`` go on, as long as that brings it further."""
+        """Ask, and extend ``fetch``, as long as that brings it further."""
         asked = -1
         try:
             while fetch.asking and asked < len(fetch.planned):
@@ -94,7 +94,7 @@ class Prober:
                 fetch.ask(asking=False)
 
     async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
-        """Ask how a prefix of a salt goes on with ``keys``, the first of which is not known.
+        """Ask how a prefix of a salt continues with ``keys``, the first of which is not known.
 
         After it the levels' indexes have what is there, up to the first block that is not.
         """
@@ -103,7 +103,7 @@ class Prober:
             await question.answered.wait()
             return
         question, found = Question(), dict[BlockKey, Level]()
-        with self._shared.lock:  # whoever removes blocks looks through the questions
+        with self._shared.lock:  # removals on other threads look through the questions
             self._questions[keys[0]] = question
             mark = self.pace.asked(1, self._shared.clock.now())
         try:
@@ -141,7 +141,7 @@ class Prober:
                 return
 
     async def _answers(self, level: Level, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Whether a shared tier says that it has these; False if it says nothing in time."""
+        """Return whether a shared tier says that it has these; False without an answer in time."""
         results: Results | None = None
         if level.answers:
             results = (await level.client.contains(keys)).results
@@ -155,7 +155,7 @@ class Prober:
         found: dict[BlockKey, Level],
         question: Question,
     ) -> None:
-        """Take what was found into the levels, head first and without a hole."""
+        """Have the levels adopt what was found, head first and without a hole."""
         spare = set(keys)
         for start in range(0, len(keys), STEP):
             with self._shared.lock:
@@ -175,7 +175,7 @@ class Prober:
         question: Question,
         wanted: dict[Level, list[BlockKey]],
     ) -> bool:
-        """Which levels are to take which of ``keys``; False where a hole ends the prefix."""
+        """Sort ``keys`` by the level that is to adopt them; False where a hole ends the prefix."""
         for key in keys:
             if self._known(key):
                 continue
@@ -187,7 +187,7 @@ class Prober:
         return True
 
     def _remember(self, key: BlockKey) -> None:
-        """Until a while from now nobody need ask about this block again."""
+        """Remember for a while that the block is absent, so that no fetch asks again."""
         while len(self._absent) >= ABSENT_MAX:
             del self._absent[next(iter(self._absent))]
         self._absent.pop(key, None)

@@ -1,4 +1,4 @@
-"""Fetches and saves whose owner lost them before it released them: their slots are given back."""
+"""Fetches and saves that their owner lost before it released them: their slots are given back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Unreleased:
         self._lock = threading.Lock()
         self._closed = False
         self.counts = Counter[str]()
-        """What was lost so far, by kind."""
+        """Number of lost objects so far, by kind."""
 
     def __bool__(self) -> bool:
         return bool(self._lost)
@@ -39,9 +39,9 @@ class Unreleased:
         self,
         kind: str,
         give_back: Callable[[], object],
-        warn: Callable[..., object] = warnings.warn,  # kept where modules end before objects
+        warn: Callable[..., object] = warnings.warn,  # bound now: modules end before objects
     ) -> None:
-        """Have ``give_back`` called soon, and warn; for ``__del__`` of an unreleased object."""
+        """Queue ``give_back`` of an unreleased object, and warn; for ``__del__``."""
         if not self._closed:
             self._lost.append((kind, give_back))
             warn(f"a {kind} was not released: {HINT}", ResourceWarning, stacklevel=3)
@@ -59,7 +59,7 @@ class Unreleased:
             give_back()
 
     def close(self, pinned: int, reserved: int) -> None:
-        """Say what is still held when the cache closes: so many blocks. Nothing is taken after."""
+        """Report how many blocks are still held when the cache closes. Later losses are ignored."""
         self.settle()
         self._closed = True
         if pinned or reserved:

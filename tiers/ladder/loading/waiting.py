@@ -17,7 +17,7 @@ from kvladder.tiers.ladder.records.terms import HOST
 
 
 class RoomWaitQueue:
-    """Blocks that wait for room, first in, first out, in columns: no object for each of them.
+    """Queues blocks that wait for room, first in, first out, in columns: no object for each.
 
     Called on the loop thread or by the engine's. The stack's lock is held around every call but
     ``prune``, which takes it.
@@ -50,7 +50,7 @@ class RoomWaitQueue:
         return len(self._keys)
 
     def add(self, fetch: Fetch, start: int, missing: MissingBlocks) -> dict[int, Level]:
-        """Queue blocks of ``fetch``, whose positions in it count from ``start``.
+        """Queue blocks of ``fetch``; their positions in it count from ``start``.
 
         Bounded by the slots of the arena: blocks beyond could never be there together. Returns the
         level of each block that was queued, by its position.
@@ -88,7 +88,7 @@ class RoomWaitQueue:
         return dropped
 
     def prune(self) -> bool:
-        """Remove blocks at the head that need not wait any more, one step of them.
+        """Remove a step of blocks from the head that need not wait any more.
 
         Returns whether there may be more of them.
         """

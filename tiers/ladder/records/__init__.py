@@ -1,1 +1,1 @@
-"""What a level knows of its blocks: where they are, in which order they go, when they expire."""
+"""Records of a level about its blocks: places, the order of eviction, expiry, quotas."""

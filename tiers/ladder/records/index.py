@@ -1,4 +1,4 @@
-"""The index of one level: which blocks it holds, where, and which goes first."""
+"""The index of one level: which blocks it holds, where, and in which order they are evicted."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, Term
 
 HITS_MAX = 255
 RESERVED_MAX = 1 << 20
-"""For how many blocks an index has room from its start: to move more takes the longest."""
+"""Largest number of blocks for which columns are made at the start; growing them takes longest."""
 _MASK = 0xFFFFFFFF
 
 
 class BlockMeta(NamedTuple):
-    """What travels with a block from level to level."""
+    """Facts that travel with a block from level to level."""
 
     priority: int = PRIORITY_DEFAULT
     floor: int = PRIORITY_DEFAULT
     """The lowest priority among the block and its ancestors; see ``OffloadRule``."""
     hits: int = 0
-    """How often the block was used again, at most 255."""
+    """Number of times the block was used again, at most 255."""
     until_s: float = inf
     """Loop time at which ``priority`` reverts to the default."""
     terms: Terms = NO_TERMS
-    """What its request said of it."""
+    """Terms that its request gave it."""
 
 
 def alike(metas: Sequence[BlockMeta]) -> bool:
-    """Whether all of them are the same, as they are where nothing was said of any."""
+    """Return whether all of them are the same, as they are when no request said anything."""
     return bool(metas) and metas.count(metas[0]) == len(metas)
 
 
 def runs(metas: Iterable[BlockMeta]) -> Iterator[tuple[BlockMeta, slice]]:
-    """Those that follow each other and are the same: which, and where; mostly it is one run."""
+    """Yield each run of equal metas, and its slice; mostly there is one run."""
     end = 0
     for meta, run in groupby(metas):
         start, end = end, end + len([*run])
@@ -58,25 +58,25 @@ def runs(metas: Iterable[BlockMeta]) -> Iterator[tuple[BlockMeta, slice]]:
 class LevelIndex(Tenanted[P]):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
-    A place is a small non-negative int that the level gives out, at most one block in each.
-    A pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock
-    is held around every call. Costs about 190 bytes a block: the key (80), the dict (42), the
-    place (32) and flat columns (40, and 8 more with a TTL). Blocks that expire by their terms cost
-    about 125 more. No change of it takes long, and no collection of garbage goes through it.
+    A place is a small non-negative int that the level gives out, at most one block in each. A
+    pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock is
+    held around every call. Costs about 190 bytes a block: the key (80), the dict (42), the place
+    (32) and flat columns (40, and 8 more with a TTL). Blocks that expire by their terms cost about
+    125 more. No change of it takes long, and garbage collection does not traverse it.
 
     Parameters
     ----------
     policy:
-        Says which block goes first.
+        Decides the order of eviction.
     blocks_max:
-        How many it will hold at most: it has columns for these from its start, but not for more
-        than ``RESERVED_MAX``.
+        The most blocks that it will hold. Columns for these are made at the start, but for at
+        most ``RESERVED_MAX``.
     ttl:
         Whether blocks expire here, whatever their terms are.
     now:
-        Loop time.
+        Returns the loop time.
     tenants:
-        Who holds what, where there are limits to it.
+        Counts the blocks of each salt, where there are limits.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class LevelIndex(Tenanted[P]):
         self.ages = Histogram(AGES_S)
         """Seconds between the last use of a block and its eviction."""
         self.distances = Histogram(DISTANCES)
-        """Between two uses of a block: how many blocks were stored or used, itself included."""
+        """Number of blocks stored or used between two uses of a block, itself included."""
         self._now = now
-        self._began_s = now()  # so that 4 bytes are exact enough
+        self._began_s = now()  # so that 4-byte floats are exact enough
         self._uses = 0  # modulo 2**32
         self._used = array("I")
         """Per place, ``_uses`` when its block was used last."""
         self._used_s = array("f")
         self._place: Book[P] = by_key(blocks_max)
         self.disjoint = self._place.isdisjoint
-        """Whether none of some keys is held."""
+        """Returns whether none of some keys is held."""
         self._key: list[BlockKey | None] = unseen([])
         self._priority = bytearray()
         self._floor = bytearray()
@@ -113,7 +113,7 @@ class LevelIndex(Tenanted[P]):
         """Per place, how often its block is pinned."""
         self._pinned = 0
         self._until = Deadlines()
-        """When retention ends that does."""
+        """Ends of retention, by place."""
         self._terms = TermsByPlace()
         self._end = 0
         self._reserve(min(blocks_max, RESERVED_MAX))
@@ -126,15 +126,15 @@ class LevelIndex(Tenanted[P]):
         return key in self._place
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """All keys; do not change the index meanwhile."""
+        """Iterate over all keys; do not change the index meanwhile."""
         return iter(self._place)
 
     def keys(self) -> Container[BlockKey]:
-        """All keys, whatever changes."""
+        """Return all keys, as a live view."""
         return self._place
 
     def as_dict(self) -> dict[str, Any]:
-        """How many blocks it holds, and its histograms, as plain data."""
+        """Return the number of blocks and the histograms as plain data."""
         tenants = {} if self.tenants is None else self.tenants.as_dict()
         return {
             "blocks": len(self),
@@ -146,22 +146,23 @@ class LevelIndex(Tenanted[P]):
 
     @property
     def pinned(self) -> int:
-        """How many blocks are pinned."""
+        """Number of pinned blocks."""
         return self._pinned
 
     def place(self, key: BlockKey) -> P | None:
-        """The block's place, or None if it is not held."""
+        """Return the block's place, or None if it is not held."""
         return self._place.get(key)
 
     def places_of(self, keys: Iterable[BlockKey]) -> list[P | None]:
-        """``place`` of each of ``keys``."""
+        """Return ``place`` of each of ``keys``."""
         return self._place.get_all(keys)
 
     def lasting(self, keys: Sequence[BlockKey], known: Sequence[int] = ()) -> Sequence[P] | None:
-        """The places of ``keys``, one or more, if all are held and nothing here ever expires.
+        """Return the places of ``keys``, one or more, if all are held and no block here ever
+        expires.
 
-        None, too, where a key is named twice. It takes less time if they are still where they are
-        ``known`` to have been.
+        Otherwise None; also where a key is named twice. It takes less time if the blocks are still
+        at the ``known`` places.
         """
         if self._expires is not None or self.next_end_s != inf:
             return None
@@ -177,23 +178,23 @@ class LevelIndex(Tenanted[P]):
         return places if len({*places}) == len(places) else None
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading ``keys`` are held."""
+        """Return how many leading ``keys`` are held."""
         return len([*takewhile(self._place.__contains__, keys)])
 
     def key_at(self, place: int) -> BlockKey | None:
-        """The key of the block at ``place``, or None."""
+        """Return the key of the block at ``place``, or None."""
         return self._key[place] if place < len(self._key) else None
 
     def priority(self, place: int) -> int:
-        """The priority of the block at ``place``."""
+        """Return the priority of the block at ``place``."""
         return self._priority[place]
 
     def lowest(self, places: Iterable[int]) -> int:
-        """The lowest priority among the blocks at ``places``, one or more."""
+        """Return the lowest priority among the blocks at ``places``, one or more."""
         return min(map(self._priority.__getitem__, places))
 
     def meta(self, place: int) -> BlockMeta:
-        """What is known of the block at ``place``."""
+        """Return what is known of the block at ``place``."""
         return BlockMeta(
             self._priority[place],
             self._floor[place],
@@ -203,7 +204,7 @@ class LevelIndex(Tenanted[P]):
         )
 
     def metas(self, places: Sequence[int]) -> list[BlockMeta]:
-        """What is known of the blocks at ``places``; those that are alike share an object."""
+        """Return what is known of the blocks at ``places``; equal metas share an object."""
         if len(places) < 2 or self._until.of or self._terms.count:
             return [self.meta(place) for place in places]
         at = itemgetter(*places)
@@ -219,21 +220,22 @@ class LevelIndex(Tenanted[P]):
         return [*map(metas.__getitem__, kinds)]
 
     def at(self, places: Iterable[int]) -> list[BlockKey | None]:
-        """The key at each of ``places``, which were taken once; None where there is no block now.
+        """Return the key at each of ``places``, which were taken once; None where there is none
+        now.
 
-        Whether a block is still at a place is known from there in less time than from its key.
+        To check a block's place in this way takes less time than to look up its key.
         """
         try:
             return [*map(self._key.__getitem__, places)]
-        except IndexError:  # of host, a slot may have been taken for a block that it does not admit
+        except IndexError:  # a host slot may be leased for a block that host does not admit
             return [*map(self.key_at, places)]
 
     def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
-        """The keys of the blocks at ``places``, at each of which there is one."""
+        """Return the keys of the blocks at ``places``; there is one at each."""
         return cast("list[BlockKey]", self.at(places))
 
     def expires_s(self, place: int) -> float:
-        """Loop time at which the block at ``place`` expires; inf if never."""
+        """Return the loop time at which the block at ``place`` expires; inf if never."""
         own_s = self._terms.of[place].expires_s
         return own_s if self._expires is None else min(own_s, self._expires[place])
 
@@ -248,8 +250,8 @@ class LevelIndex(Tenanted[P]):
     ) -> None:
         """Hold ``keys`` at these places, in that order; all of both are new here.
 
-        With ``pins`` they start pinned. ``expires_s`` is when they expire here if not before, by
-        their terms.
+        With ``pins`` they start pinned. ``expires_s`` is when they expire here, if their terms do
+        not end earlier.
         """
         if len(keys) >= BULK_MIN and meta.until_s == inf and meta.terms == NO_TERMS:
             self._insert_bulk(keys, places, meta, expires_s, pins)
@@ -289,7 +291,7 @@ class LevelIndex(Tenanted[P]):
         expires_s: float,
         pins: int,
     ) -> None:
-        """``insert`` many of which nothing special was said."""
+        """``insert`` many blocks that have no terms and no end of retention."""
         chain = array("i", places)
         at = np.frombuffer(chain, np.intc)
         self._reach(int(at.max()))
@@ -310,7 +312,7 @@ class LevelIndex(Tenanted[P]):
         self._note_held(places, b"", meta.priority)
 
     def _name(self, keys: Sequence[BlockKey], places: Sequence[P], at: NDArray[np.intc]) -> None:
-        """Say which blocks are at ``places``, or ``at``; these follow each other more often."""
+        """Set the keys at ``places``, or ``at``; neighbouring places are set as one slice."""
         names, step = self._key, places[1] - places[0]
         if abs(step) == 1 and not np.count_nonzero(np.diff(at) != step):
             start = min(places[0], places[-1])
@@ -323,7 +325,7 @@ class LevelIndex(Tenanted[P]):
             names[place] = key
 
     def widen(self, key: BlockKey, terms: Terms) -> None:
-        """Another request offers a held block: from now on it may what either allows."""
+        """Merge the terms of another request for a held block: it may do what either allows."""
         place = self._place[key]
         before = self._terms.of[place]
         after = before.merged(terms)
@@ -336,18 +338,19 @@ class LevelIndex(Tenanted[P]):
 
     @property
     def next_end_s(self) -> float:
-        """Loop time at which ``due`` may have something; inf if never."""
+        """Loop time at which ``due`` may have blocks; inf if never."""
         return self._terms.ends.next_s
 
     def due(self, now_s: float, count_max: int) -> list[BlockKey]:
-        """Blocks whose request wanted them to expire by now, at most so many; told once."""
+        """Return at most ``count_max`` blocks that have expired by their terms, each once."""
         due = self._terms.ends.due(now_s, count_max)
         return [key for place in due if (key := self._key[place]) is not None]
 
     def salted(self, salt: bytes | None, start: int) -> tuple[list[BlockKey], int]:
-        """Some of the blocks of a salt, None for any, at places from ``start`` on; where to go on.
+        """Return some blocks of a salt, None for any, from place ``start`` on, and where to
+        continue.
 
-        Not more than ``STEP``.
+        At most ``STEP`` blocks.
         """
         if salt is None:
             return self.held(start, start + STEP), start + STEP
@@ -362,12 +365,12 @@ class LevelIndex(Tenanted[P]):
         return found, end
 
     def held(self, start: int, end: int) -> list[BlockKey]:
-        """Blocks at places ``start <= n < end``."""
+        """Return the blocks at places ``start <= n < end``."""
         return [key for key in self._key[start:end] if key is not None]
 
     @property
     def places(self) -> int:
-        """All places that were ever taken are below it."""
+        """Number above all places that were ever taken."""
         return self._end
 
     def fill(self, blocks: Sequence[RecoveredBlock], behind_s: float, here: int) -> None:
@@ -398,12 +401,12 @@ class LevelIndex(Tenanted[P]):
                 self._expires[place] = inf if end_s is None else end_s + behind_s
 
     def _reach(self, place: int) -> None:
-        """``place`` is going to be taken."""
+        """Make sure that there are columns for ``place``, which is about to be taken."""
         self._end = max(self._end, place + 1)
         self._reserve(place + 1)
 
     def _reserve(self, places: int) -> None:
-        """Make room for so many places, if there is none, and for more."""
+        """Extend the columns to at least ``places``, with room for more."""
         if places <= len(self._key):
             return
         more = max(places - len(self._key), min(len(self._key), GROWTH_MAX), 64)
@@ -420,7 +423,8 @@ class LevelIndex(Tenanted[P]):
     def drop(self, keys: Sequence[BlockKey], *, evicted_s: float | None = None) -> list[P]:
         """Forget ``keys``, pinned or not, and return their places.
 
-        ``evicted_s`` is the loop time if they go because others need the room; then none is pinned.
+        ``evicted_s`` is the loop time if they are evicted to make room; then none of them is
+        pinned.
         """
         places = self._place.pop_all(keys)
         for place in places:
@@ -483,7 +487,9 @@ class LevelIndex(Tenanted[P]):
             self._used_s[place] = now_s
 
     def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.uint32]:
-        """These places are used now, in that order; how long ago each was before, in uses."""
+        """Mark these places as used now, in that order, and return how many uses ago each was
+        before.
+        """
         used = np.frombuffer(self._used, np.uint32)
         uses = np.arange(1, len(at) + 1, dtype=np.uint32) + np.uint32(self._uses)
         distances: NDArray[np.uint32] = uses - used[at]  # both modulo 2**32
@@ -492,7 +498,7 @@ class LevelIndex(Tenanted[P]):
         return distances
 
     def pin(self, places: Sequence[int]) -> None:
-        """Take the blocks at ``places`` out of eviction, once more for each time it is named."""
+        """Take the blocks at ``places`` out of eviction, once for each time a place is named."""
         pins = self._pins
         if len(places) >= BULK_MIN and len({*places}) == len(places):
             chain = array("i", places[::-1])  # a prefix lies there with its tail first
@@ -509,7 +515,7 @@ class LevelIndex(Tenanted[P]):
             pins[place] += 1
 
     def unpin(self, places: Sequence[int]) -> None:
-        """Undo one pin of each; after the last a block is the most recent of its priority."""
+        """Undo one pin of each; after the last one a block is the most recent of its priority."""
         pins = self._pins
         if len(places) >= BULK_MIN:
             chain = array("i", places)
@@ -531,11 +537,11 @@ class LevelIndex(Tenanted[P]):
         self._note_used(places)
 
     def pins(self, place: int) -> int:
-        """How often the block at ``place`` is pinned."""
+        """Return how often the block at ``place`` is pinned."""
         return self._pins[place]
 
     def note(self, key: BlockKey, meta: BlockMeta) -> None:
-        """A held block was used elsewhere, and is worth this now; its terms stay."""
+        """Update what a held block is worth after a use elsewhere; its terms stay."""
         place = self._place[key]
         self._floor[place] = meta.floor
         self._until.put(place, meta.until_s)
@@ -555,15 +561,15 @@ class LevelIndex(Tenanted[P]):
     def revert(self, now_s: float) -> None:
         """End retentions that have run out: such a block has the default priority again.
 
-        Those that ran out first, if they are very many; the others with the next calls.
+        Ends at most ``STEP`` of them, the earliest first; the next calls end the others.
 
-        Expiry never promotes: what was retained below the default stays there.
+        Expiry never promotes: a block that was retained below the default stays there.
         """
         for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
 
     def victims(self) -> Iterator[P]:
-        """Places in the order of eviction; do not change the index meanwhile."""
+        """Iterate over places in the order of eviction; do not change the index meanwhile."""
         return cast("Iterator[P]", iter(self.policy))
 
     def check(self, capacity: int) -> None:

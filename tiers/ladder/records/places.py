@@ -9,37 +9,37 @@ from math import inf
 from kvladder.keys import unseen
 
 FULL_QUIET_S = 3600.0
-"""How long a level was not full when it says so again."""
+"""Time since a level was last full after which it is reported again."""
 FULL_RETRY_S = 60.0
-"""After a full disk, how long a level works within the places it has before it tries for more."""
+"""Time that a level keeps to its places after a full disk, before it tries for more."""
 
 
 class PlaceAllocator:
     """Gives out places ``0 <= place < capacity``, lowest first, neighbours where possible.
 
-    A place is free, or taken: by a block of the index, by one that is being written or given up,
-    or by a read that has not ended. Only free ones are given out.
+    A place is free, or taken: by a block of the index, by one that is being written or given up, or
+    by a read that has not ended. Only free ones are given out.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.limited = False
-        """Whether the medium was found full: only places that were used before are given out."""
+        """True if the medium was found full: only places that were used before are given out."""
         self.taken = 0
         self._full_until_s = -inf
         self._next = 0
-        self._free: deque[int] = unseen(deque())  # which is never copied, as a list is
+        self._free: deque[int] = unseen(deque())  # a deque grows without being copied
         self._withheld: deque[int] = unseen(deque())
         self._reads: Counter[int] = Counter()
         self._retired: set[int] = set()
 
     @property
     def free(self) -> int:
-        """How many places can be taken now."""
+        """Number of places that can be taken now."""
         return len(self._free) + (0 if self.limited else self.capacity - self._next)
 
     def take(self, count: int) -> list[int]:
-        """At most ``count`` places."""
+        """Take at most ``count`` places."""
         reused = min(count, len(self._free))
         taken = [self._free.pop() for _ in range(reused)]
         fresh = 0 if self.limited else min(count - reused, self.capacity - self._next)
@@ -49,7 +49,7 @@ class PlaceAllocator:
         return sorted(taken)
 
     def give(self, places: Sequence[int]) -> None:
-        """Nothing at these places is wanted any more: they are free once nobody reads them."""
+        """Free these places, as soon as no read of them is left."""
         for place in places:
             if place in self._reads:
                 self._retired.add(place)
@@ -73,14 +73,14 @@ class PlaceAllocator:
                 self.give([place])
 
     def being_read(self, place: int) -> bool:
-        """Whether a read of ``place`` has not ended."""
+        """Return whether a read of ``place`` has not ended."""
         return place in self._reads
 
     def full(self, places: Sequence[int], now_s: float, *, all_free: bool) -> bool:
         """Note that the medium had no room at these places: use no new ones until ``retry``.
 
-        With ``all_free`` not even those that were used before: only what is given from now on is
-        free. Returns whether it had not been full for ``FULL_QUIET_S``.
+        With ``all_free`` not even places that were used before are free, only those given from now
+        on. Returns whether it had not been full for ``FULL_QUIET_S``.
         """
         self.withhold(places)
         if all_free:
@@ -95,13 +95,15 @@ class PlaceAllocator:
             self.unlimit()
 
     def withhold(self, places: Sequence[int]) -> None:
-        """The medium had no room at these places: use no new ones until ``unlimit``."""
+        """Set these places aside, as the medium had no room there; use no new ones until
+        ``unlimit``.
+        """
         self._withheld.extend(places)
         self.taken -= len(places)
         self.limited = True
 
     def withhold_free(self) -> None:
-        """Nor at those that were used before: only what is given from now on is free."""
+        """Set aside the free places too: only those given from now on are free."""
         self._withheld.extend(self._free)
         self._free.clear()
 

@@ -1,4 +1,4 @@
-"""What the index of a level knows of the shares that cache salts have of it."""
+"""The part of a level's index that keeps the shares of cache salts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvladder.policy.tenants import Tenants, give_way
 from kvladder.tiers.ladder.records.terms import Deadlines, TermsByPlace
 
 P = TypeVar("P", bound=int)
-"""A place in a level: a small non-negative int, of host a slot."""
+"""A place in a level: a small non-negative int; in host, a slot."""
 
 
 class Tenanted(ABC, Generic[P]):
-    """The part of an index that tells ``Tenants`` what happens, where there are limits.
+    """The part of an index that reports changes to ``Tenants``, where there are limits.
 
     Without limits ``tenants`` is None, and every call here ends at once.
     """
 
     tenants: Tenants | None
     clipped: int
-    """Blocks that were lowered since there were too many raised ones."""
+    """Number of blocks that lost a raised priority, since there were too many raised ones."""
     _key: list[BlockKey | None]
     _priority: bytearray
     _pins: array[int]
@@ -37,7 +37,7 @@ class Tenanted(ABC, Generic[P]):
         """Give the block at ``place`` another priority."""
 
     def _note_held(self, places: Sequence[int], salt: bytes, priority: int) -> None:
-        """Tell whose blocks are new at ``places``, if there are limits to them."""
+        """Report new blocks at ``places``, if there are limits for their salt or priority."""
         tenants = self.tenants
         if tenants is None or not tenants.matters(salt, priority):
             return
@@ -45,29 +45,29 @@ class Tenanted(ABC, Generic[P]):
             self._lower(tenants.hold(salt, place, priority))
 
     def _lower(self, place: int | None) -> None:
-        """Give the block at a place the priority that it has if nobody says another."""
+        """Give the block at a place the default priority of the level."""
         if place is not None and self.tenants is not None:
             self.clipped += 1
             self._until.put(place, inf)
             self._reprioritize(place, self.tenants.base)
 
     def spare(self, salt: bytes) -> float:
-        """How many blocks more of a salt there may be; negative if there are too many."""
+        """Return how many more blocks of a salt there may be; negative if there are too many."""
         return inf if self.tenants is None else self.tenants.spare(salt)
 
     def own_victims(self, salt: bytes) -> Iterator[P]:
-        """Places of a salt that are not pinned, in the order in which it gives them up."""
+        """Iterate over unpinned places of a salt, in the order in which it gives them up."""
         places = () if self.tenants is None else self.tenants.victims(salt)
         return (cast("P", place) for place in places if not self._pins[place])
 
     def give_way(
         self, salt: bytes, newcomers: Sequence[int], stays: Callable[[int], bool]
     ) -> tuple[list[P], int]:
-        """Choose who of a salt makes room for newcomers of it, so that it keeps within its share.
+        """Choose blocks of a salt that make room for its newcomers, so that it keeps its share.
 
-        ``newcomers`` are their priorities, the highest first. Returns the places, exactly as many
-        as are needed, none that ``stays`` or is worth more than its newcomer; and for how many
-        newcomers there is room.
+        ``newcomers`` are their priorities, the highest first. Returns exactly as many places as are
+        needed. None of them ``stays`` or is worth more than its newcomer. Also returns the number
+        of newcomers that there is room for.
         """
         spare = self.spare(salt)
         if spare >= len(newcomers):
@@ -84,11 +84,11 @@ class Tenanted(ABC, Generic[P]):
 
     @property
     def has_quota(self) -> bool:
-        """Whether there is a limit to the blocks of one salt."""
+        """True if there is a limit to the blocks of one salt."""
         return self.tenants is not None and self.tenants.shares.tenant is not None
 
     def excess(self, count: int, stays: Callable[[int], bool]) -> list[BlockKey]:
-        """Up to ``count`` blocks that salts hold beyond their quota and that may go."""
+        """Return up to ``count`` blocks that salts hold beyond their quota and that may go."""
         chosen: list[int] = []
         for salt in self.above:
             over = min(-int(self.spare(salt)), count - len(chosen))
@@ -97,18 +97,18 @@ class Tenanted(ABC, Generic[P]):
         return [key for place in chosen if (key := self._key[place]) is not None]
 
     def salt(self, place: int) -> bytes:
-        """The salt of the block at ``place``; empty if it has none."""
+        """Return the salt of the block at ``place``; empty if it has none."""
         return self._terms.of[place].salt
 
     def _note_used(self, places: Sequence[int]) -> None:
-        """Tell that these blocks were used, if there is a limit to those of one salt."""
+        """Report that these blocks were used, if there is a limit to those of one salt."""
         tenants, terms = self.tenants, self._terms.of
         if tenants is not None and tenants.shares.tenant is not None:
             for place in places:
                 tenants.used(terms[place].salt, place, self._priority[place])
 
     def _note_dropped(self, places: Sequence[int]) -> None:
-        """Tell that there are no blocks at ``places`` any more; their terms are there still."""
+        """Report that these places are empty; their terms are still there."""
         tenants, terms = self.tenants, self._terms.of
         if tenants is not None and not tenants.empty:
             for place in places:

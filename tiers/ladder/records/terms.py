@@ -1,4 +1,4 @@
-"""What requests said of blocks beside their priority, and when blocks expire."""
+"""Terms that requests give blocks beside their priority, and times at which blocks expire."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Facts
 
 ANYWHERE = -1
-"""A set of levels as a bit mask, 1 for host, 2 for the first below it: all of them."""
+"""All levels, as a bit mask of levels: 1 for host, 2 for the first below it."""
 HOST = 1
 ALIKE_MAX = 1024
-"""How many different terms are remembered, so that those to come share them."""
+"""Number of different terms that are remembered, so that equal ones share an object."""
 PAGE = 12
-"""The logarithm of how many places are kept together."""
+"""Logarithm of the number of places that are kept together."""
 _HERE, _HOST_TOO, _ENDS = 1, 2, 4
 
 
 class Terms(NamedTuple):
-    """Travels with a block, beside its priority."""
+    """Terms of a block, which travel with it beside its priority."""
 
     levels: int = ANYWHERE
-    """Where it may be stored."""
+    """Levels that may store it."""
     expires_s: float = inf
     """Loop time at which every level forgets it."""
     salt: bytes = b""
     """Digest of its request's cache salt, 8 bytes; empty without one."""
     kind: str = ""
-    """What its layers keep, where a codec of the stack may not work on all; empty if unknown."""
+    """Kind of its layers, where a codec of the stack may not work on all; empty if unknown."""
 
     def last(self, clock: Clock) -> bool:
-        """Whether the block need not be forgotten yet."""
+        """Return whether the block need not be forgotten yet."""
         return self.expires_s == inf or self.expires_s > clock.now()
 
     def merged(self, other: Terms) -> Terms:
-        """What a block may that two requests offer: all that one of them allows."""
+        """Return the terms of a block that two requests offer: all that one of them allows."""
         return Terms(
             self.levels | other.levels,
             max(self.expires_s, other.expires_s),
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
         )
 
     def packed(self) -> int:
-        """``Facts.terms``: what of it outlives the process. Which level is which may change."""
+        """Return ``Facts.terms``: what outlives the process, without the numbers of levels."""
         bits = _ENDS if self.expires_s != inf else 0
         if self.levels != ANYWHERE:
             bits |= _HERE | (_HOST_TOO if self.levels & HOST else 0)
@@ -55,10 +55,10 @@ class Terms(NamedTuple):
 
     @classmethod
     def unpacked(cls, facts: Facts, here: int, behind_s: float) -> Terms:
-        """The terms of a block that the level with the bit ``here`` recovered.
+        """Return the terms of a block that the level with the bit ``here`` recovered.
 
-        Of several levels that it might be stored in, this one and host are left. ``behind_s`` is
-        loop time minus wall time.
+        If its terms restrict it to some levels, only this one and host are left of them.
+        ``behind_s`` is loop time minus wall time.
         """
         levels, expires_s = ANYWHERE, inf
         if facts.terms & _HERE:
@@ -72,23 +72,23 @@ NO_TERMS = Terms()
 
 
 class Deadlines:
-    """By place, the loop time at which something happens to its block, for those that have one."""
+    """Loop times of an event, by place, for the blocks that have one."""
 
     def __init__(self) -> None:
         self.of: dict[int, dict[int, float]] = {}
-        """By ``place >> PAGE``, so that none is long to copy; empty if there are none at all."""
+        """Times by ``place >> PAGE``, so that no dict is long to copy; empty if there are none."""
         self._count = 0
         self._heap: list[tuple[float, int]] = unseen([])
         self._before: list[tuple[float, int]] = unseen([])
-        """A heap that was mostly of blocks that are gone: the others leave it for the new one."""
+        """An old heap, mostly of blocks that are gone; its live entries move to the new heap."""
 
     def get(self, place: int) -> float:
-        """When it happens to the block at a place; inf if never, or if ``due`` has told it."""
+        """Return the time for a place; inf if there is none, or if ``due`` has returned it."""
         page = self.of.get(place >> PAGE)
         return inf if page is None else page.get(place, inf)
 
     def put(self, place: int, at_s: float) -> None:
-        """It happens at ``at_s``, and not when it was to happen before; inf for never."""
+        """Set the time for a place instead of any earlier one; inf for never."""
         self.drop(place)
         if at_s == inf:
             return
@@ -103,7 +103,7 @@ class Deadlines:
             self._heap, self._before = self._before, self._heap
 
     def drop(self, place: int) -> None:
-        """There is no block at ``place`` any more."""
+        """Remove the time of a place, which is empty now."""
         page = self.of.get(place >> PAGE)
         if page is not None and page.pop(place, None) is not None:
             self._count -= 1
@@ -112,18 +112,21 @@ class Deadlines:
 
     @property
     def _next(self) -> list[tuple[float, int]]:
-        """The heap whose first entry is the first of all."""
+        """The heap that has the first entry of both."""
         heap, before = self._heap, self._before
         return before if before and not (heap and heap[0] < before[0]) else heap
 
     @property
     def next_s(self) -> float:
-        """Loop time at which ``due`` may have something; inf if never."""
+        """Loop time at which ``due`` may have a place; inf if never."""
         heap = self._next
         return heap[0][0] if heap else inf
 
     def due(self, now_s: float, count_max: float = inf) -> list[int]:
-        """Places to whose blocks it happens by now, at most so many; told once."""
+        """Return places for which the time has come, each once.
+
+        Looks at ``count_max`` entries at most.
+        """
         found: list[int] = []
         looked = 0
         while self.next_s <= now_s and looked < count_max:
@@ -135,7 +138,7 @@ class Deadlines:
         return found
 
     def check(self, places: Collection[int]) -> None:
-        """Assert that these are of blocks that are held, and that none is missed; for tests."""
+        """Assert that all places hold blocks, and that no time is missed; for tests."""
         of = {place: at_s for page in self.of.values() for place, at_s in page.items()}
         assert all(self.of.values())
         assert len(of) == self._count
@@ -149,16 +152,16 @@ class TermsByPlace:
 
     def __init__(self) -> None:
         self.of: list[Terms] = unseen([])
-        """By place, and where there is no block ``NO_TERMS``; whoever has the places extends it."""
+        """Terms by place, ``NO_TERMS`` where there is no block; the index extends it."""
         self.count = 0
-        """Of how many blocks their requests said anything."""
+        """Number of blocks that have terms."""
         self.ends = Deadlines()
-        """When those expire that do."""
+        """Expiry times of the blocks that expire."""
         self._alike: dict[Terms, Terms] = {}
-        """Equal terms are one object."""
+        """One object for equal terms."""
 
     def put(self, place: int, terms: Terms) -> None:
-        """The block at ``place`` has these from now on."""
+        """Set the terms of the block at ``place``."""
         if len(self._alike) >= ALIKE_MAX:
             self._alike.clear()
         self.count += (terms != NO_TERMS) - (self.of[place] != NO_TERMS)
@@ -166,14 +169,14 @@ class TermsByPlace:
         self.ends.put(place, terms.expires_s)
 
     def drop(self, place: int) -> None:
-        """There is no block at ``place`` any more."""
+        """Remove the terms of a place, which is empty now."""
         if self.of[place] != NO_TERMS:
             self.count -= 1
             self.of[place] = NO_TERMS
             self.ends.drop(place)
 
     def check(self, places: Collection[int]) -> None:
-        """Assert that these are of blocks that are held; for tests."""
+        """Assert that all terms are of blocks that are held; for tests."""
         special = [place for place, terms in enumerate(self.of) if terms != NO_TERMS]
         assert len(special) == self.count
         assert all(place in places for place in special)

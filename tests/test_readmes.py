@@ -1,0 +1,80 @@
+"""READMEs of packages name only what is there, and their reading orders leave no file out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.kit.source import LINKS, ROOT
+
+PAGES = [page for folder in LINKS for page in sorted((ROOT / folder).rglob("README.md"))]
+"""None where tests run against an installed wheel, which has no READMEs."""
+
+_FILE = re.compile(r"(?<![\w./<-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|toml))\b(?:::([\w.]+))?")
+_FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
+
+
+@cache
+def names(path: Path) -> frozenset[str]:
+    """Dotted names of the functions, classes and variables of a file."""
+
+    def inside(node: ast.AST, prefix: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + child.name
+            if isinstance(child, ast.ClassDef):
+                yield from inside(child, f"{prefix}{child.name}.")
+            targets = child.targets if isinstance(child, ast.Assign) else []
+            targets = [child.target] if isinstance(child, ast.AnnAssign) else targets
+            yield from (prefix + one.id for one in targets if isinstance(one, ast.Name))
+
+    return frozenset(inside(ast.parse(path.read_text(encoding="utf-8")), ""))
+
+
+def found(name: str, folder: Path) -> Path | None:
+    """The file or folder of this name, below a page's folder or the project's root."""
+    return next((at / name for at in (folder, ROOT) if (at / name).exists()), None)
+
+
+def missing(text: str, folder: Path) -> list[str]:
+    """What a page in ``folder`` names that is not there."""
+    wrong = [name for name in _FOLDER.findall(text) if found(name, folder) is None]
+    for name, inner in _FILE.findall(text):
+        path = found(name, folder)
+        if path is None:
+            wrong.append(name)
+        elif inner and inner.rstrip(".") not in names(path):
+            wrong.append(f"{name}::{inner}")
+    return wrong
+
+
+def unread(text: str, folder: Path) -> list[str]:
+    """Files of a package that the reading order of its page leaves out."""
+    order = text.partition("## Reading order")[2].partition("\n## ")[0]
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+    return [name for name in files if order and f"`{name}`" not in order]
+
+
+def test_what_a_readme_names_exists():
+    assert PAGES or not (ROOT / "tiers").is_dir()
+    wrong = {page: missing(page.read_text(encoding="utf-8"), page.parent) for page in PAGES}
+    assert not [f"{page.relative_to(ROOT)}: {name}" for page in PAGES for name in wrong[page]]
+
+
+def test_a_reading_order_has_every_file():
+    left = {page: unread(page.read_text(encoding="utf-8"), page.parent) for page in PAGES}
+    assert not [f"{page.relative_to(ROOT)}: {name}" for page in PAGES for name in left[page]]
+
+
+def test_what_is_not_there_is_found():
+    kit = ROOT / "tests" / "kit"
+    text = "`source.py::Source.lines`, `tests/test_readmes.py::PAGES`, `kit/`, source.py."
+    assert missing(text, kit) == ["kit/"]
+    text = "`sauce.py`, source.py::Source.no and tests/kit/none/a.md, [there](../kit/none.md)"
+    wrong = ["sauce.py", "source.py::Source.no", "tests/kit/none/a.md", "../kit/none.md"]
+    assert missing(text, kit) == wrong
+    assert "source.py" in unread("## Reading order\n\n`stuck.py`\n\n## Rest\n\n`source.py`", kit)
+    assert not unread("No order", kit)
