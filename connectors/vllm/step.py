@@ -24,8 +24,7 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """One rank's description of its KV tensors, made once they are registered."""
 
     rank: int
-    """Position among all ranks: pipeline stage first, then the rank in its tensor-parallel group.
-    """
+    """Position among all ranks: by pipeline stage, then within its tensor-parallel group."""
     node: str
     """The machine that it runs on, see ``this_node``."""
     sizes: tuple[int, ...]
