@@ -1,1 +1,1 @@
-"""What names an engine's blocks: what it was given, its files, its weights, its inputs."""
+"""What an engine's block keys depend on: its configuration, files, weights and inputs."""
