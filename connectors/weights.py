@@ -239,7 +239,7 @@ def _file_digest(file: Path) -> str:
 
 
 WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""By element size, the integer type that its bits are read as. All other sizes use int64."""
+"""Integer types that a tensor's bits are read as, by element size; other sizes use int64."""
 PIECE: Final = 1 << 22
 """Number of words mixed at a time; each of a few intermediate results takes 32 MiB."""
 STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)

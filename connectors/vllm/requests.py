@@ -201,9 +201,9 @@ class RequestState:
     waited: int = 0
     """Number of steps it has waited for that digest."""
     saved: list[int] = field(default_factory=list[int])
-    """By group, the number of its leading blocks that were offered to the cache."""
+    """Number of its leading blocks that were offered to the cache, by group."""
     floors: list[int] = field(default_factory=list[int])
-    """By group, the lowest priority among those blocks."""
+    """Lowest priority among those blocks, by group."""
     due: float = 0
     """Number of computed tokens below which it has no new block to offer."""
     find: Find | None = None

@@ -69,12 +69,12 @@ class SchedulerHalf:
         """True if a request waits for another's load, to find it in vLLM's own prefix cache."""
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._filling: dict[str, frozenset[BlockKey]] = {}
-        """By request, the keys of the blocks being copied into vLLM's memory for it."""
+        """Keys of the blocks being copied into vLLM's memory, by request."""
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._owners: dict[JobId, int] = {}
-        """By copy of the step being built, the number of its request's adapter, if it has one."""
+        """Number of the request's adapter, if it has one, by copy of the step being built."""
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
         self._v2 = runs_v2(vllm_config)

@@ -28,7 +28,7 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     node: str
     """The machine that it runs on, see ``this_node``."""
     sizes: tuple[int, ...]
-    """By group, bytes of one block on this rank; 0 if it has none of the group's layers."""
+    """Bytes of one block on this rank, by group; 0 if it has none of the group's layers."""
     fields: dict[str, str]
     """Properties that must be equal in all ranks of a stage, and in all caches that share bytes."""
     weights: bytes
@@ -112,11 +112,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     turn: int = 0
     """Position of the step among all steps, from 1, whether or not they are timed."""
     weights: tuple[int, ...] = ()
-    """By rank, ``Seen.changes`` as known to the scheduler half; keys name these weights."""
+    """``Seen.changes`` of each rank as known to the scheduler half; keys name these weights."""
     doubt: int = 0
     """Number of the latest doubt; ranks that have not looked since it look at their weights now."""
     owners: dict[JobId, int] = field(default_factory=dict[JobId, int])
-    """By copy of this step, the number of its request's LoRA adapter, if it has one."""
+    """Number of the request's LoRA adapter, if it has one, by copy of this step."""
     adapters: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """The same as ``weights`` for each adapter in ``owners``, by number."""
     wanted: Wanted | None = None

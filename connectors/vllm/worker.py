@@ -65,7 +65,7 @@ class WorkerHalf:
         self._loaded_models: Loaded | None = None
         self._adapters = Adapters(None, notices)
         self._owners: dict[JobId, int] = {}
-        """By load in flight, the number of its request's adapter, if it has one."""
+        """Number of the request's adapter, if it has one, by load in flight."""
         self._seen = Seen(0, b"", 0, 0)
         self._news = False
         self._stale = False
@@ -90,7 +90,7 @@ class WorkerHalf:
         """The saves in flight."""
         self._loads: dict[JobId, Load] = {}
         self._loading: Counter[str] = Counter()
-        """By request, the number of its async loads in flight."""
+        """Number of async loads in flight, by request."""
         self._by_layer: list[JobId] = []
         """Loads of this step for which its forward pass waits layer by layer."""
         self._distrusted: set[JobId] = set()

@@ -1,1 +1,1 @@
-"""What an engine's block keys depend on: its configuration, files, weights and inputs."""
+"""Everything that an engine's block keys depend on: configuration, files, weights and inputs."""

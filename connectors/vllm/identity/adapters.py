@@ -40,7 +40,7 @@ class Adapters:
         """vLLM's adapter objects by number, as of the last look."""
         self._seen: dict[int, Seen] = {}
         self._contents: dict[int, bytes] = {}
-        """By number, the digest of the adapter that was last in memory."""
+        """Digest of the adapter that was last in memory, by number."""
         self._news: dict[int, Seen] = {}
 
     def read(self, wanted: Wanted) -> None:

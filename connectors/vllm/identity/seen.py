@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank found when it looked at its weights, or at one adapter, in a step."""
+    """A rank's finding when it looked at its weights, or at one adapter, in a step."""
 
     changes: int
     """Number of changes so far."""

@@ -266,7 +266,7 @@ MODEL: Final = 0
 
 
 class _Held:
-    """What the ranks have in memory for the model, or for one adapter."""
+    """The ranks' latest findings for the model, or for one adapter."""
 
     def __init__(self, digests: Sequence[bytes]) -> None:
         self.digests = list(digests)
@@ -335,7 +335,7 @@ class Weights:
         """The LoRARequest of an adapter that the ranks are to read in the next step."""
         self._names: dict[tuple[str, str], _Name] = {}
         self._named: dict[int, _Name] = {}
-        """By number, the name of the adapter that requests began with."""
+        """Name of the adapter that requests began with, by the adapter's number."""
         self._awake = False
         self._steps = 0
         self._unanswered = 0

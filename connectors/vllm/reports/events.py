@@ -122,7 +122,7 @@ class KVEvents:
         self._known: dict[BlockKey, AnnouncedBlock] = {}
         """Data of blocks of recent requests, the latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
-        """By level and key, the announced names of blocks whose names differ from their keys."""
+        """Announced names that differ from the block's key, by level and key."""
         self._mark = 0
         """The mark combined with vLLM's hash in every key of the current weights."""
 
