@@ -1,9 +1,10 @@
-"""What an arena costs to be made and attached, in seconds of CPU for each GiB.
+"""Measures the cost to make and attach an arena, in CPU seconds per GiB.
 
-The limit is zeros written over memory that is there: the kernel has to write them into whatever
-it gives. The peer is how an arena was made before: by one thread, page by page, and mapped so once
-more by who attaches. A virtual machine gives memory back to its host once it was free for seconds,
-and who asks for that next pays ten times: each is measured over memory that was just freed.
+The limit is writing zeros over existing memory, because the kernel must zero the memory that it
+gives. The peer is the former way: one thread populated small pages, and each process that attached
+mapped them once more. A virtual machine returns memory to its host once it has been free for
+seconds, and the next process to ask for it pays ten times. So each way is measured over memory that
+was just freed.
 """
 
 from __future__ import annotations

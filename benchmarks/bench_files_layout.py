@@ -1,8 +1,9 @@
-"""One file per block against segment files: the table behind decision 0001.
+"""Compares one file per block with segment files: the table behind decision 0001.
 
-The peer is what such a store has to do: write aside and rename, open and read, list and look at
-every file to start again, unlink to evict. It gets the same threads, headers and checksums.
-KVLADDER_BENCH_FILES sets how many blocks are listed and evicted (10^6 for the record).
+The peer does what a store with one file per block must do. It writes a temporary file and renames
+it, opens and reads, lists and inspects every file at a restart, and unlinks to evict. It has the
+same threads, headers and checksums. KVLADDER_BENCH_FILES sets the number of blocks that are listed
+and evicted (10^6 for the recorded table).
 """
 
 from __future__ import annotations

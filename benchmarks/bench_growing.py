@@ -1,6 +1,6 @@
-"""Caches that grow in place against transformers' own, without a model: its layers' tensors alone.
+"""Compares caches that grow in place with transformers' own: only tensors, without a model.
 
-Both caches are given the same keys and values, a token at a time behind a prompt of 4,096 tokens.
+Both caches get the same keys and values, one token at a time after a prompt of 4,096 tokens.
 """
 
 from __future__ import annotations

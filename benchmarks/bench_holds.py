@@ -1,14 +1,14 @@
-"""How long the lock of a cache is held at most, by operation, over a tier with a million blocks.
+"""Measures the longest hold of a cache's lock by operation, over a tier with a million blocks.
 
-An engine's thread that asks for something meanwhile waits for so long, and not longer. A figure is
-CPU time of the thread that holds the lock, of those holds in which the kernel did not take the
-processor from it: what the kernel and other machines on the same processor take counts as CPU time
-of that thread, too, and leaves cold caches behind. Everything is done several times, and a row is
-that of the best: what is taken from this machine comes now here, now there, what the cache does
-comes again. The note says how many holds were interrupted, and the longest of them by CPU time and
-by the clock. Collections of garbage stop all threads,
-whoever holds it: they are left out, and two rows say what the cache adds to one. The tier answers
-at once and moves nothing.
+An engine's thread that needs the lock meanwhile waits no longer than that. A figure is CPU time of
+the thread that holds the lock. It counts only holds during which the kernel did not preempt that
+thread. Otherwise the kernel's work, and that of other machines on the processor, would count as the
+thread's CPU time, and would leave cold caches behind. Everything is measured several times, and a
+row shows the best pass: outside disturbances vary, but the cache's own work repeats. The note says
+how many holds were interrupted, and the longest of them by CPU time and by the clock.
+
+Garbage collections stop all threads, even while a thread holds the lock. They are left out, and two
+rows say how much the cache adds to one. The tier answers at once and moves no bytes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a load costs the process in which the engine runs, in CPU time of all its threads a block.
+"""Measures the cost of a load in the engine's process, in CPU time of all its threads per block.
 
-The tier answers at once and moves nothing, so that bookkeeping alone is measured. The limit is what
-a load into a host that is free takes in the same run: nothing has to leave for it. A host that is
-full of blocks that a level below has is the steady state of loading. Where what leaves has still to
-be written, each block that is loaded has one written, too: the row is for both.
+The tier answers at once and moves no bytes, so only bookkeeping is measured. The limit is a load
+into a free host in the same run, which evicts nothing. In the steady state of loading, host is full
+of blocks that a level below has. If evicted blocks must still be written, each loaded block causes
+one write, and the row counts both.
 
-One block at a time, which host alone has, costs the engine's own thread what calls cost: what is
-done for many at once says nothing of that.
+Other rows load single blocks that only host has, and measure the cost of each call in the engine's
+thread. Figures for many blocks at once say nothing about that.
 """
 
 from __future__ import annotations

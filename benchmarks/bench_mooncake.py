@@ -1,9 +1,9 @@
-"""The Mooncake tier against the bare store, and what its process of its own costs.
+"""Measures the Mooncake tier against the bare store, and the cost of its own process.
 
-The limit is the store's own client in this process, which puts and gets the same bytes from and to
-the same memory without a label and without a checksum; and the same with the pass over the bytes
-that a checksum takes, before a put and after a get. Beside it stand memcpy and the same tier in
-this process. All take turns; the store has one node, over TCP on loopback.
+The limit is the store's own client in this process. It puts and gets the same bytes from and to the
+same memory, without labels and checksums. A second limit adds the pass over the bytes that a
+checksum needs, before a put and after a get. For comparison there are memcpy, and the same tier in
+this process. All take turns. The store has one node, over TCP on loopback.
 """
 
 from __future__ import annotations

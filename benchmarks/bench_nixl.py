@@ -1,10 +1,10 @@
-"""The NIXL tier against bare NIXL between two processes, and beside a socket.
+"""Measures the NIXL tier against bare NIXL between two processes, and against a socket.
 
-The limit is an agent at each end that writes the same bytes from and to the same slots, with lists
-that are made once, without labels, checksums or a cache; and the same with the round trips of
-control and the passes over the bytes that checksums take: both ends of a put, the reader of a get.
-Beside it stand memcpy, one blocking TCP socket, and the same tier in this process. All take turns,
-over TCP on loopback.
+The limit is an agent at each end that writes the same bytes from and to the same slots. It makes
+its lists once, and has no labels, checksums or cache. A second limit adds control's round trips and
+the passes over the bytes for checksums: at both ends of a put, and at the reader of a get. For
+comparison there are memcpy, one blocking TCP socket, and the same tier in this process. All take
+turns, over TCP on loopback.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The object store tier against plain HTTP requests to the same server, and against plain files.
+"""Measures the object store tier against plain HTTP requests to the same server, and plain files.
 
-The server is moto's on this machine, in Python: it bounds both, and says nothing about a store far
-away. The limit puts and gets the same bytes by ``http.client``, as many requests at once, without
-signature, label, checksum or condition; in a folder it is ``write_bytes`` and ``readinto``. They
-take turns, medians are compared. The note says what memcpy of as many bytes reaches.
+The server is moto's on this machine, in Python. It bounds both sides, and says nothing about a
+distant store. The limit puts and gets the same bytes with ``http.client``, with the same number of
+concurrent requests, without signature, label, checksum or condition. In a folder, the limit is
+``write_bytes`` and ``readinto``. The sides take turns, and the medians are compared. The note gives
+the speed of memcpy for the same bytes.
 """
 
 from __future__ import annotations

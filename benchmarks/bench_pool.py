@@ -1,10 +1,10 @@
-"""The block pool and the key chain against vLLM's BlockPool and SGLang's radix cache.
+"""Compares the block pool and the key chain with vLLM's BlockPool and SGLang's radix cache.
 
-All run in this process on the same keys. A request has 256 blocks of 16 tokens; a figure is the
-median over all requests of a round, the best of the rounds. Ours is the pool as it is by default,
-which keeps token ids and lists children for partial matches; vLLM's has neither. SGLang's tree
-compares tokens instead of looking up keys. Nothing but the interpreter bounds these figures; where
-a pool grows the limit is a dictionary and lists of as many blocks, which memory slows down, too.
+All run in this process on the same keys. A request has 256 blocks of 16 tokens. A figure is the
+median over all requests of a round, in the best round. Ours is the pool with its defaults: it keeps
+token ids, and lists children for partial matches. vLLM's pool does neither. SGLang's tree compares
+tokens instead of looking up keys. Only the interpreter bounds these figures. Where a pool grows,
+the limit is a dictionary and lists of the same number of blocks, which memory also slows down.
 """
 
 from __future__ import annotations

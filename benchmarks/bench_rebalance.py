@@ -1,9 +1,9 @@
-"""Pools of two windows under a load whose mix changes, with memory divided once and rebalanced.
+"""Compares fixed and rebalanced memory of pools with two windows, under a load that changes.
 
-No model and no bytes: requests are begun, computed in parts and continued a token at a time, and
-the youngest makes way where there is no room. Counts alone, so that nothing of it depends on the
-machine. Few requests are short at first, when a window needs as much as full attention; then they
-are long.
+There is no model and there are no bytes. Requests begin, are computed in parts, and continue one
+token at a time; if there is no room, the youngest is preempted. Only counts are measured, so the
+results do not depend on the machine. Requests are short at first, when a window needs as much
+memory as full attention. Then they are long, and at last short again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The Redis tier against the raw protocol on the same server.
+"""Measures the Redis tier against the raw protocol on the same server.
 
-The limit is a client that does nothing else: a blocking socket that sends the same commands with
-the same values from memory (``sendmsg``) and receives the replies into the same memory
-(``recv_into``), without a label and without a checksum. Ours and raw take turns, medians are
-compared. LMCache's clients, which write neither label nor checksum, take their turns as well.
-Below them stands what redis-benchmark reaches, which reuses one value.
+The limit is a minimal client. Its blocking socket sends the same commands with the same values from
+memory (``sendmsg``), and receives the replies into the same memory (``recv_into``), without labels
+and checksums. Ours and raw take turns, and the medians are compared. LMCache's clients, which write
+neither labels nor checksums, take turns as well. The rows below show redis-benchmark, which reuses
+one value.
 """
 
 from __future__ import annotations

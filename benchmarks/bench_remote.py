@@ -1,7 +1,8 @@
-"""The tiers that engines share beside each other: Redis, NIXL, Mooncake, an object store.
+"""Compares the tiers that engines share: Redis, NIXL, Mooncake, an object store.
 
-Each has its server on this machine, over TCP on loopback: no network, and no RDMA. The object
-store's is moto's, in Python, which says nothing about a store far away. All take turns.
+Each has its server on this machine, over TCP on loopback, so no network and no RDMA is measured.
+The object store's server is moto's, in Python, which says nothing about a distant store. All take
+turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The index of who holds what, filled with 10^7 blocks of eight engines.
+"""Measures the routing index with 10^7 blocks of eight engines.
 
-The limit of what is told is an item of a dictionary, that of an answer naming the prompt's blocks;
-both in the same run.
+The limit for storing a block is one dictionary item. The limit for an answer is to compute the
+names of the prompt's blocks. Both are measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SGLang with kvladder below it beside its own host pool and its own files.
+"""Compares SGLang on kvladder with SGLang's own host pool and its own files.
 
-The storage alone is measured first, then the time to the first token of a prompt of 3,000 tokens
-in a real engine on the CPU: computed, from SGLang's host pool, from each storage. The model has
-little to compute and 128 KiB to keep of each token, so that caches decide. SGLang is told to wait
-for all that a storage has.
+The storage is measured alone first. Then follows the time to the first token of a prompt of 3,000
+tokens in a real engine on the CPU: computed, from SGLang's host pool, and from each storage. The
+model is cheap to compute but keeps 128 KiB per token, so the caches decide. SGLang is set to wait
+for everything that a storage has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the connector costs vLLM's scheduler thread, beside vLLM's own offloading.
+"""Measures the connector's cost in vLLM's scheduler thread, against vLLM's own offloading.
 
-A prompt of 131,072 tokens at block 16 is 8,192 blocks. Both sides do for all of them what their
-scheduler half does in memory, without an engine: look up, reserve room for a save and end it, pin
-for a load and end it. Ours goes through the connector's search and jobs; vLLM's through its
+A prompt of 131,072 tokens has 8,192 blocks of 16. Both sides do the in-memory work of their
+scheduler half for all of them, without an engine: look up, reserve room for a save and end it, pin
+for a load and end it. Ours goes through the connector's search and jobs. vLLM's goes through its
 tiering manager over its CPU manager, as its connector calls them. The limit of a poll is a call.
 """
 

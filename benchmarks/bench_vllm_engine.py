@@ -1,7 +1,8 @@
-"""A real vLLM on CPU with kvladder, with vLLM's own offloading, and with neither.
+"""Compares a real vLLM on CPU with kvladder, with vLLM's own offloading, and with neither.
 
-Engines run side by side in processes of their own and are told in turn what to do, so that a busy
-machine slows all of them alike. A tiny random model: what is compared is what connectors add.
+Each engine has its own process. They run side by side and get their commands in turn, so a busy
+machine slows all of them equally. The model is tiny and random, because only the connectors' cost
+is compared.
 """
 
 from __future__ import annotations

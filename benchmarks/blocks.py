@@ -1,4 +1,4 @@
-"""Blocks to have tiers move in turns, and how long that takes."""
+"""Makes blocks that tiers move in turns, and measures the time that this takes."""
 
 from __future__ import annotations
 

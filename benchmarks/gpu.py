@@ -1,7 +1,7 @@
 """Tests and rows for a machine with CUDA: ``make gpu``, or ``python -m benchmarks.gpu``.
 
-Needs torch and NumPy and nothing else; what a part needs beside them is said where it is missing.
-Results go to ``benchmarks/results/DATE-gpu-NAME.md`` and ``.json``. Ends with 1 if a part failed.
+Needs only torch and NumPy. If a part needs more and it is missing, the part says so.
+Results go to ``benchmarks/results/DATE-gpu-NAME.md`` and ``.json``. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations

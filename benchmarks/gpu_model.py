@@ -1,7 +1,7 @@
 """A decoder with random weights over a paged KV cache, which kvladder saves and loads.
 
-Its shape is that of a model with 8 billion parameters on a device, and a tiny one where the rows
-are only to be tried. It computes as an engine does: a prompt in parts, then a token at a time.
+On a device it has the shape of a model with 8 billion parameters. To only try the rows, it is tiny.
+It computes as an engine does: a prompt in parts, then one token at a time.
 """
 
 from __future__ import annotations

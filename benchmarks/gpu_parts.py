@@ -1,4 +1,4 @@
-"""The parts of ``make gpu``: each is called on a machine with torch and a CUDA device."""
+"""The parts of ``make gpu``; each runs on a machine with torch and a CUDA device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Rows of ``make gpu`` with a model: the time to a first token, and generating beside saves.
+"""Rows of ``make gpu`` with a model: the time to the first token, and generation during saves.
 
-Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` has them run on a CPU, tiny.
+Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` runs them on a CPU with a tiny
+shape.
 """
 
 from __future__ import annotations

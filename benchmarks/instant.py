@@ -1,4 +1,4 @@
-"""A tier that costs nothing: what is measured, or counted, over it is the stack's own work."""
+"""A tier that costs nothing, so a measurement over it shows only the stack's own work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""LMCache's two Redis clients without LMCache's engine: the one in Python and the one in C++.
+"""LMCache's two Redis clients without LMCache's engine: one in Python and one in C++.
 
-They are put into a folder of their own (``pip install --no-deps --target``) when they are asked
-for, since what LMCache depends on does not fit beside vLLM for CPUs. Their memory manager is stood
-in for by memory objects that are there already, which spares them an allocation for each block.
+They are installed into their own folder (``pip install --no-deps --target``) when first needed,
+because LMCache's dependencies conflict with vLLM for CPUs. Existing memory objects replace their
+memory manager, which spares them an allocation per block.
 """
 
 from __future__ import annotations

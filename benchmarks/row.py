@@ -1,4 +1,4 @@
-"""One measured figure beside what bounds it."""
+"""One measured figure, with the limit that bounds it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""SGLang's file back end and ours below one of its host pools, in turns; a process of its own.
+"""Compares SGLang's file back end and ours below one of its host pools, in a process of its own.
 
-Both are called as its cache controller calls them: theirs by flat copies, ours by pages in place.
-Both may hold all of it in memory: theirs in the page cache, ours in the arena. From disk theirs
-reads when the page cache was dropped, and ours, which reads around it, through a small arena; the
-limit are plain calls of several threads on a segment of ours.
+Both take turns, and are called as SGLang's cache controller calls them: theirs with flat copies,
+ours with pages in place. Both may hold everything in memory: theirs in the page cache, ours in the
+arena. For reads from disk, the page cache is dropped for theirs. Ours bypasses it and has a small
+arena. The limit is plain calls of several threads on one of our segments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""SGLang's radix cache without SGLang: the tree is theirs, what it imports and does not use is not.
+"""SGLang's radix cache without SGLang: the real tree, with stand-ins for imports it does not use.
 
-Importing it the usual way loads model configurations that need torchvision for this torch. The
-tree itself needs none of it: its pools are only annotations and its metrics are off, so these
-modules are stood in for.
+Importing it in the usual way loads model configurations that need torchvision for this torch. The
+tree itself needs none of them: its pools are only annotations, and its metrics are off. So these
+modules are replaced by stand-ins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A vLLM engine that does what it is told by lines of JSON: ``python vllm_child.py SPEC``.
+"""A vLLM engine that obeys commands as lines of JSON: ``python vllm_child.py SPEC``.
 
 SPEC is JSON with ``model``, ``transfer`` (vLLM's settings of a connector, or null) and ``engine``.
-Each line on standard input names a function below and its arguments; its result is one line.
+Each line on standard input names a function below and its arguments. The result is one line.
 """
 
 from __future__ import annotations

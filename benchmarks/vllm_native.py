@@ -1,4 +1,4 @@
-"""vLLM's own offloading on a CPU: its device copies need CUDA streams, so a thread copies instead.
+"""vLLM's own offloading on a CPU, where a thread copies because its own copies need CUDA streams.
 
 Everything else is vLLM's: scheduler, managers, policies, tiers. Named by ``spec_name`` (one of
 ``CPUSpec``, ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
