@@ -15,8 +15,8 @@ class Holds:
     Model runner V2 zeroes and copies blocks before it calls the connector's worker half. A fence
     there comes too late. A block with a reference is not free, so vLLM gives it to no request.
 
-    Holding only makes saves succeed. The worker half itself refuses a save whose block may have
-    been overwritten, so holds may end at any time.
+    Holding only makes saves succeed. The worker half itself refuses a save if its block may
+    have been overwritten, so holds may end at any time.
 
     Parameters
     ----------

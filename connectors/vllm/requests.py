@@ -57,8 +57,8 @@ class Find:
     groups, keys:
         The groups to look in, and the keys to look for.
     match:
-        Pins the longest cached prefix of some keys, as far as loading is faster than computing
-        what it saves; see ``Connector.match``.
+        Pins the longest cached prefix of some keys, as far as loading it is faster than computing;
+        see ``Connector.match``.
     lookup:
         Returns the number of leading keys that are cached.
     own, limit:
@@ -311,7 +311,7 @@ def held_by_vllm(pool: Any, request: Any, group: VllmGroup, end: int) -> int:
 
 
 DECODES = 16
-"""Number of decode-only steps whose durations are kept."""
+"""Number of recent decode-only steps for which the duration is kept."""
 
 
 class _Begun(NamedTuple):

@@ -518,12 +518,12 @@ class SchedulerHalf:
                 state.loaded(finished.id, ok=finished.ok)
 
     def _renamed(self, changed: Collection[int]) -> None:
-        """Drop what was found for requests whose weights have changed.
+        """Drop the searches of requests after their model's or adapter's weights have changed.
 
         ``changed`` has the numbers of adapters; MODEL among them concerns all requests.
 
-        vLLM continues with a request's blocks in its memory. No key fits what they lead to, so
-        nothing more is saved for the request, nor for others that begin with these blocks.
+        vLLM continues with a request's blocks in its memory. No key fits the KV computed from them,
+        so nothing more is saved for the request, nor for others that begin with these blocks.
         """
         self.connector.excuse()
         for state in self._states.values():

@@ -1,4 +1,4 @@
-"""The worker half of the vLLM connector: it describes KV tensors, and copies as it is told."""
+"""The worker half of the vLLM connector: it describes KV tensors, and copies blocks."""
 
 from __future__ import annotations
 
@@ -307,15 +307,15 @@ class WorkerHalf:
                 self._ended(Finished(job.id, False, 0, 0.0, why))
 
     def received(self) -> set[str]:
-        """Return the requests whose async loads ended since the last call, failed ones included."""
+        """Return the requests with async loads that all ended since the last call, well or not."""
         self._poll()
         received, self._received = self._received, set()
         return received
 
     def failed(self) -> set[str]:
-        """Return the requests whose loads failed since the last call.
+        """Return the requests with loads that failed since the last call.
 
-        Only for models whose failures vLLM cannot handle by block; see ``bad_blocks``.
+        Only for models where vLLM cannot handle failures by block; see ``bad_blocks``.
         """
         failed, self._failed = self._failed, set()
         return failed

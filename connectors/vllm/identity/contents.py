@@ -1,6 +1,6 @@
 """Digests of the images, sounds and videos in prompts, beside vLLM's identifiers of them.
 
-vLLM's block hash covers an item's identifier: a hash of what was sent or, if a client gives one,
+vLLM's block hash covers an item's identifier: a hash of the sent data or, if a client gives one,
 its ``uuid`` or the number in the image's own metadata. Two processes may get two different items
 under one identifier. So the keys of blocks with items also depend on the items' data.
 """
@@ -24,15 +24,15 @@ IDENTIFIERS_MAX: Final = 1 << 16
 """Maximum number of remembered identifiers; vLLM's cache of encoded items holds far fewer."""
 
 _HANDLES: Final = ("address", "monotonic_id")
-"""Fields of an item whose data is in shared memory, where the workers read it."""
+"""Fields of an item with its data in shared memory, where the workers read it."""
 
 
 class Contents:
     """Digests of the multimodal items in prompts; one per engine.
 
     If an item's data cannot be seen here, its blocks get keys that only this process finds. The
-    same holds for all items of an identifier that came with different data, because vLLM reuses
-    what it has encoded under an identifier for all its items.
+    same holds for all items of an identifier that came with different data. vLLM encodes only one
+    of them, and reuses the result for all.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Sends statistics from the scheduler's process to vLLM's log and Prometheus, as changes.
 
-The scheduler half sends what has changed since the last time. vLLM adds the changes up where it
-logs and where it exposes metrics, which is in one or several other processes.
+The scheduler half sends the changes since the last time. vLLM adds them up where it logs and where
+it exposes metrics, which is in one or several other processes.
 """
 
 from __future__ import annotations
