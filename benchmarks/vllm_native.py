@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyHandler(SingleDirectionOffloadingHandler):  # type: ignore[misc]
-    """vLLM's own descriptors of what to copy, done by memmove in one thread."""
+    """Copies according to vLLM's own descriptors, by memmove in one thread."""
 
     def __init__(
         self, gpu: list[Any], cpu: list[Any], blocks_per_row: int, refs: Any, *, down: bool
