@@ -2,9 +2,9 @@
 
 The limit is a minimal client without labels and checksums. Its blocking socket sends the same
 commands with the same values from memory (``sendmsg``), and receives the replies into the same
-memory (``recv_into``). Ours and raw take turns, and the medians are compared. LMCache's clients, which write
-neither labels nor checksums, take turns as well. The rows below show redis-benchmark, which reuses
-one value.
+memory (``recv_into``). Ours and raw take turns, and the medians are compared. LMCache's clients,
+which write neither labels nor checksums, take turns as well. The rows below show redis-benchmark,
+which reuses one value.
 """
 
 from __future__ import annotations

@@ -585,8 +585,8 @@ class SchedulerHalf:
     def close(self) -> None:
         """Close the cache; the workers must be closed before. May be called again.
 
-        Blocks that only host memory holds are written below. This may take as long as vLLM's
-        shutdown timeout allows, but at least ``FLUSH_TIMEOUT_S``.
+        Blocks that only host memory holds are written below. The time limit is vLLM's shutdown
+        timeout, but at least ``FLUSH_TIMEOUT_S``.
         """
         if self._connector is not None:
             self.settle()
