@@ -1,7 +1,7 @@
-"""Measurements: each states its limit, a peer where there is one, and what kvladder reaches.
+"""The benchmarks: each row has its limit, a peer if there is one, and kvladder's figure.
 
-A module ``bench_<name>.py`` has a function ``rows()`` that yields :class:`~benchmarks.row.Row` one
-by one, as they are measured. ``python -m benchmarks`` runs them all.
+A module ``bench_<name>.py`` has a function ``rows()`` that yields each
+:class:`~benchmarks.row.Row` as soon as it is measured. ``python -m benchmarks`` runs all modules.
 """
 
 from benchmarks.row import Row as Row

@@ -1,14 +1,14 @@
-"""How long the lock of a cache is held at most, by operation, over a tier with a million blocks.
+"""Measures the longest hold of a cache's lock by operation, over a tier with a million blocks.
 
-An engine's thread that asks for something meanwhile waits for so long, and not longer. A figure is
-CPU time of the thread that holds the lock, of those holds in which the kernel did not take the
-processor from it: what the kernel and other machines on the same processor take counts as CPU time
-of that thread, too, and leaves cold caches behind. Everything is done several times, and a row is
-that of the best: what is taken from this machine comes now here, now there, what the cache does
-comes again. The note says how many holds were interrupted, and the longest of them by CPU time and
-by the clock. Collections of garbage stop all threads,
-whoever holds it: they are left out, and two rows say what the cache adds to one. The tier answers
-at once and moves nothing.
+An engine's thread that needs the lock meanwhile waits no longer than that. A figure is CPU time of
+the thread that holds the lock. It counts only holds during which the kernel did not preempt that
+thread. Otherwise the kernel's work, and that of other machines on the processor, would count as the
+thread's CPU time, and would leave cold caches behind. Everything is measured several times, and a
+row shows the best pass: outside disturbances vary, but the cache's own work repeats. The note says
+how many holds were interrupted, and the longest of them by CPU time and by the clock.
+
+Garbage collections stop all threads, even while a thread holds the lock. They are left out, and two
+rows say how much the cache adds to one. The tier answers at once and moves no bytes.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from kvladder.manager import CacheManager
 from kvladder.tiers.label import Facts, RecoveredBlock
 
 BLOCKS = 10**6
-"""That the tier has from its start, half of them with a salt."""
+"""Number of blocks in the tier from its start, half of them with a salt."""
 HOST_BLOCKS = 2**17
 CALL_BLOCKS = 8192
-"""That are saved, or fetched, at once."""
+"""Number of blocks saved or fetched at once."""
 REMOVED = 65536
 RECOVERED = 4096
-"""That the tier tells of at once."""
+"""Number of blocks that the tier recovers at once."""
 PASSES = 3
 SALT = "tenant"
 LAYOUT = kvladder.Layout(block_tokens=16, block_bytes=4096, fields={"model": "benchmark"})
 HELD = tuple(keys_of("held", BLOCKS))
-"""Which no collection goes through."""
+"""The keys as a tuple, which no garbage collection traverses."""
 
 
 class Hold(NamedTuple):
-    """One that was long."""
+    """A long hold of the lock."""
 
     took_ns: int = 0
-    """CPU time."""
+    """CPU time in nanoseconds."""
     wall_ns: int = 0
     where: str = "nothing"
     faults: int = 0
-    """Pages that the kernel brought meanwhile."""
+    """Number of page faults during the hold."""
 
 
 class TimedLock(StackLock):
-    """Knows how long it was held, collections of garbage left out, since it was asked last."""
+    """A lock that measures its holds since the last row, without garbage collections."""
 
     __slots__ = (
         "_began_ns",
@@ -83,10 +83,10 @@ class TimedLock(StackLock):
 
     def _forget(self) -> None:
         self._took_ns = array("q")
-        """Of each hold that was not interrupted."""
+        """CPU time of each hold that was not interrupted."""
         self._interrupted = 0
         self._most = {False: Hold(), True: Hold()}
-        """The longest by whether it was interrupted."""
+        """The longest hold, among uninterrupted (False) and interrupted (True) ones."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -118,14 +118,14 @@ class TimedLock(StackLock):
         super().__exit__(None, None, None)
 
     def collecting(self, phase: str, _about: object) -> None:
-        """A collection begins or ends, in whichever thread; for ``gc.callbacks``."""
+        """Exclude a collection, which begins or ends in any thread; for ``gc.callbacks``."""
         if self.held() and phase == "start":
             self._collecting_ns = time.thread_time_ns()
         elif self.held():
             self._began_ns += time.thread_time_ns() - self._collecting_ns
 
     def row(self, name: str) -> Row:
-        """The longest hold since the last row, in which this was done."""
+        """Return a row with the longest hold since the last row, named after the operation."""
         took_ns, most, other = sorted(self._took_ns), self._most[False], self._most[True]
         most_ms = took_ns[-1 - len(took_ns) // 1000] / 1e6
         note = f"{len(took_ns):,} holds, all but one in a thousand at most {most_ms:.2f} ms; the"
@@ -142,7 +142,7 @@ class TimedLock(StackLock):
 
 
 class Million(InstantTier):
-    """Has all of ``HELD`` from its start, the first half without a salt."""
+    """A tier that has all of ``HELD`` from its start, the first half without a salt."""
 
     batch_max = 128
 
@@ -160,14 +160,14 @@ class Million(InstantTier):
 
 
 def rows() -> Iterable[Row]:
-    """Of each row the pass in which the longest hold was the shortest."""
+    """Yield, for each row, the pass with the shortest longest hold."""
     register("tiers", "million", Million)
     for same in zip(*[[*measured()] for _ in range(PASSES)], strict=True):
         yield min(same, key=lambda row: row.ours or 0.0)
 
 
 def measured() -> Iterable[Row]:
-    """Recovery, saves, loads, removals, a purge, a reset; and collections of garbage."""
+    """Measure recovery, saves, loads, removals, a purge, a reset, and garbage collections."""
     stack = {
         "arena": {"size": HOST_BLOCKS * 4096},
         "fetch": {"deadline": "60 s"},
@@ -190,7 +190,7 @@ def measured() -> Iterable[Row]:
 
 
 def operations(cache: CacheManager) -> dict[str, Callable[[], object]]:
-    """What is done, one after the other; each is over when the tier has been told of it."""
+    """Return the operations by name, in the order in which they run."""
 
     def save(name: str, blocks: int) -> None:
         for start in range(0, blocks, CALL_BLOCKS):
@@ -220,7 +220,7 @@ def operations(cache: CacheManager) -> dict[str, Callable[[], object]]:
 
 @contextmanager
 def timed() -> Generator[TimedLock]:
-    """The lock of caches that are opened meanwhile."""
+    """Yield the ``TimedLock`` of all caches that are opened within the context."""
     lock = TimedLock()
     gc.callbacks.append(lock.collecting)
     try:
@@ -231,13 +231,13 @@ def timed() -> Generator[TimedLock]:
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Return once it is so."""
+    """Wait until the condition is true."""
     while not done():
         time.sleep(0.01)
 
 
 def collected() -> tuple[int, float]:
-    """How many objects the collector goes through, and how long a collection of all takes, ms."""
+    """Return the number of tracked objects, and the milliseconds of a full collection."""
     gc.collect()
     took: list[float] = []
     for _ in range(3):
@@ -248,7 +248,7 @@ def collected() -> tuple[int, float]:
 
 
 def collections(when: str, without: tuple[int, float]) -> Iterable[Row]:
-    """What the cache adds to a collection of garbage."""
+    """Measure what the cache adds to a garbage collection."""
     objects, took_ms = collected()
     more = objects - without[0]
     note = f"{more:,} objects more; the limit is this process without the cache"

@@ -1,9 +1,9 @@
-"""The Mooncake tier against the bare store, and what its process of its own costs.
+"""Measures the Mooncake tier against the bare store, and the cost of its own process.
 
-The limit is the store's own client in this process, which puts and gets the same bytes from and to
-the same memory without a label and without a checksum; and the same with the pass over the bytes
-that a checksum takes, before a put and after a get. Beside it stand memcpy and the same tier in
-this process. All take turns; the store has one node, over TCP on loopback.
+The limit is the store's own client in this process. It puts and gets the same bytes from and to the
+same memory, without labels and checksums. A second limit adds the pass over the bytes that a
+checksum needs, before a put and after a get. For comparison there are memcpy, and the same tier in
+this process. All take turns. The store has one node, over TCP on loopback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.kit.mooncake import Mooncake
 
 
 def rows() -> Iterable[Row]:
-    """Puts and gets of each size and batch."""
+    """Measure puts and gets of each size and batch."""
     with tempfile.TemporaryDirectory() as folder, Mooncake(Path(folder), memory=1 << 30) as store:
         for size in SIZES:
             for batch in batches(size):
@@ -46,7 +46,7 @@ def rows() -> Iterable[Row]:
 
 
 class Bare:
-    """The store's client, and nothing else."""
+    """The bare client of the store."""
 
     def __init__(self, store: Mooncake, blocks: Blocks) -> None:
         library = import_module("mooncake.store")
@@ -73,12 +73,12 @@ class Bare:
         assert min(codes) > 0
 
     def put_checked(self) -> None:
-        """Read all blocks once, as who makes their checksums has to, and store them."""
+        """Read all blocks once, as making checksums does, and store them."""
         summed(self._views)
         self.put()
 
     def get_checked(self) -> None:
-        """Read all blocks from the store, and then once more here."""
+        """Read all blocks from the store, and once more here, as checking checksums does."""
         self.get()
         summed(self._views)
 
@@ -87,12 +87,12 @@ class Bare:
         self._store.batch_remove(self._names, True)
 
     def close(self) -> None:
-        """Leave the store."""
+        """Close the client."""
         self._store.close()
 
 
 async def transfers(store: Mooncake, size: int, batch: int) -> list[Row]:
-    """One batch after the other, in turns."""
+    """Measure one batch after the other, in turns; return its rows."""
     blocks = Blocks(Layout(block_tokens=16, block_bytes=size), batch)
     options = MooncakeOptions(master=store.master)
     tiers: dict[str, Tier] = {

@@ -1,8 +1,8 @@
-"""What the connector costs vLLM's scheduler thread, beside vLLM's own offloading.
+"""Measures the connector's cost in vLLM's scheduler thread, against vLLM's own offloading.
 
-A prompt of 131,072 tokens at block 16 is 8,192 blocks. Both sides do for all of them what their
-scheduler half does in memory, without an engine: look up, reserve room for a save and end it, pin
-for a load and end it. Ours goes through the connector's search and jobs; vLLM's through its
+A prompt of 131,072 tokens has 8,192 blocks of 16. Both sides do the in-memory work of their
+scheduler half for all of them, without an engine: look up, reserve room for a save and end it, pin
+for a load and end it. Ours goes through the connector's search and jobs. vLLM's goes through its
 tiering manager over its CPU manager, as its connector calls them. The limit of a poll is a call.
 """
 
@@ -24,7 +24,7 @@ HASHES = [BlockKey(hashlib.sha256(number.to_bytes(4)).digest()) for number in ra
 
 
 class Ours:
-    """The connector's scheduler half over a manager with room for two prompts."""
+    """Our side: the connector's scheduler half over a manager with room for two prompts."""
 
     def __init__(self) -> None:
         from kvladder.config.stack import load_config
@@ -112,7 +112,7 @@ class Ours:
 
 
 class Native:
-    """vLLM's tiering manager over its CPU manager."""
+    """vLLM's side: its tiering manager over its CPU manager."""
 
     def __init__(self) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
@@ -169,7 +169,7 @@ PARTS = {
 
 
 def rows() -> Iterable[Row]:
-    """Microseconds of the scheduler's thread a block, and a poll's."""
+    """Measure microseconds of the scheduler's thread per block, and per poll."""
     ours, native = Ours(), Native()
     seconds: dict[tuple[str, str], list[float]] = {}
     polls: list[float] = []
@@ -206,7 +206,7 @@ def rows() -> Iterable[Row]:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     begun = perf_counter()
     run()
     return perf_counter() - begun

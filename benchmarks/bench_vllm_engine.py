@@ -1,7 +1,8 @@
-"""A real vLLM on CPU with kvladder, with vLLM's own offloading, and with neither.
+"""Compares a real vLLM on CPU with kvladder, with vLLM's own offloading, and with neither.
 
-Engines run side by side in processes of their own and are told in turn what to do, so that a busy
-machine slows all of them alike. A tiny random model: what is compared is what connectors add.
+Each engine has its own process. They run side by side and get their commands in turn, so a busy
+machine slows all of them equally. The model is tiny and random, because only the connectors' cost
+is compared.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """One child process."""
+    """An engine in a child process."""
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
         spec = {"model": str(model), "transfer": transfer, "engine": {}}
@@ -78,7 +79,7 @@ class Engine:
 
 
 def kvladder_with(stack: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for our connector."""
+    """Return vLLM's settings for our connector."""
     return {
         "kv_connector": "KVLadderConnector",
         "kv_connector_module_path": "kvladder.connectors.vllm",
@@ -89,7 +90,7 @@ def kvladder_with(stack: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_with(folder: Path) -> dict[str, Any]:
-    """vLLM's settings for its own offloading with its tier of files."""
+    """Return vLLM's settings for its own offloading with its tier of files."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -104,7 +105,7 @@ def native_with(folder: Path) -> dict[str, Any]:
 
 
 def rows() -> Iterable[Row]:
-    """Throughput without hits, steps while a tier hangs, time to first token from files."""
+    """Measure throughput without hits, steps while a tier hangs, and first tokens from files."""
     with tempfile.TemporaryDirectory(prefix="kvladder-bench-") as name:
         folder = Path(name)
         model = folder / "tiny"
@@ -122,7 +123,7 @@ def rows() -> Iterable[Row]:
 
 
 def together(model: Path, folder: Path, **transfers: Any) -> dict[str, Engine]:
-    """Engines by name, all started."""
+    """Yield started engines by name."""
     engines = {n: Engine(model, t, folder / f"{n}.log") for n, t in transfers.items()}
     for engine in engines.values():
         assert engine.answer() == "ready"
@@ -130,13 +131,13 @@ def together(model: Path, folder: Path, **transfers: Any) -> dict[str, Engine]:
 
 
 def prompts_of(seed: int, count: int, length: int, prefix: list[int] | None = None) -> Prompts:
-    """Prompts that nothing has seen before, but for their prefix."""
+    """Return prompts that are new except for their shared prefix."""
     draw = random.Random(seed)
     return [[*(prefix or []), *draw.choices(range(3, 1000), k=length)] for _ in range(count)]
 
 
 def without_hits(model: Path, folder: Path, *, length: int) -> Row:
-    """8 prompts of this length and 48 more tokens each, which nobody has asked for before."""
+    """Measure 8 new prompts of this length, with 48 generated tokens each."""
     files = folder / f"kv-{model.name}"
     stack = {"host": "256 MiB", "files": str(files), "capacity": "256 MiB"}
     engines = together(model, folder, none=None, ours=kvladder_with(stack))
@@ -198,7 +199,7 @@ def hanging(model: Path, folder: Path) -> Iterable[Row]:
 
 
 def behind_a_slow_link(model: Path, folder: Path) -> Row:
-    """Prompts that a tier has and gives so slowly that computing them is faster, one at a time."""
+    """Measure prompts, one at a time, from a tier so slow that computing is faster."""
     tiers = [{"type": "host"}, {"type": "slow", "capacity": "64 MiB", "when": "commit"}]
     stack = {"arena": {"size": "4 MiB"}, "tiers": tiers}  # a prompt: the others are not in it
     engines = together(model, folder, none=None, ours=kvladder_with(stack))

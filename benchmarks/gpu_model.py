@@ -1,7 +1,7 @@
 """A decoder with random weights over a paged KV cache, which kvladder saves and loads.
 
-Its shape is that of a model with 8 billion parameters on a device, and a tiny one where the rows
-are only to be tried. It computes as an engine does: a prompt in parts, then a token at a time.
+On a device it has the shape of a model with 8 billion parameters. To only try the rows, it is tiny.
+It computes as an engine does: a prompt in parts, then one token at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.attention.bias import causal_lower_right  # pyright: ignore[report
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 BLOCK = 16
-"""Tokens."""
+"""Tokens per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model, and of what is asked of it."""
+    """The shape of a model, and of its load."""
 
     layers: int
     hidden: int
@@ -29,32 +29,32 @@ class Shape:
     inner: int
     dtype: torch.dtype
     prompts: tuple[int, ...]
-    """Tokens of the prompts whose first token is waited for."""
+    """Lengths in tokens of the prompts for which the first token is measured."""
     part: int
-    """Tokens of a prompt that are computed at a time."""
+    """Number of a prompt's tokens computed at a time."""
     batch: int
-    """Sequences that generate together."""
+    """Number of sequences that generate together."""
     steps: int
-    """That they do in a round."""
+    """Number of steps in a round."""
 
     @property
     def head(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         return self.hidden // self.heads
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's KV in all layers."""
+        """Return the bytes of a block's KV in all layers."""
         return self.layers * 2 * BLOCK * self.kv_heads * self.head * self.dtype.itemsize
 
 
 REAL = Shape(32, 4096, 32, 8, 14336, torch.bfloat16, (8192, 32768, 131072), 8192, 32, 64)
 DRY = Shape(3, 64, 4, 2, 128, torch.float32, (64, 128), 48, 2, 4)
-"""For a machine without a device: whether it runs is all that it says."""
+"""A tiny shape for a machine without a device; it shows only whether the rows run."""
 
 
 class Decoder:
-    """The model with its KV cache, in which ``together`` has all layers of a block side by side."""
+    """The model with its KV cache; ``together`` puts all layers of a block side by side."""
 
     def __init__(self, shape: Shape, device: torch.device, *, blocks: int, together: bool) -> None:
         self.shape, self.device, self.blocks = shape, device, blocks
@@ -86,7 +86,7 @@ class Decoder:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The KV cache by layer."""
+        """Return the KV cache by layer."""
         return {f"layer{number}": kv for number, kv in enumerate(self.kv)}
 
     def prefill(
@@ -96,9 +96,9 @@ class Decoder:
         end: int,
         wait: Callable[[str], None] = lambda layer: None,
     ) -> torch.Tensor:
-        """Compute tokens ``begin <= n < end`` of a prompt whose blocks are ``table``.
+        """Compute tokens ``begin <= n < end`` of a prompt with the blocks in ``table``.
 
-        Parts begin and end at blocks. ``wait`` is told of each layer before it reads.
+        Parts begin and end at block boundaries. ``wait`` is called for each layer before it reads.
         """
         assert begin % BLOCK == end % BLOCK == 0
         ids = torch.tensor(table[: end // BLOCK], device=self.device)
@@ -113,7 +113,7 @@ class Decoder:
         return last
 
     def decode(self, x: torch.Tensor, ids: torch.Tensor, at: int) -> torch.Tensor:
-        """A token of each sequence, whose blocks are the rows of ``ids``; its KV goes to ``at``."""
+        """Compute a token of each sequence, with its blocks in ``ids``; its KV goes to ``at``."""
         shape, count = self.shape, len(x)
         for layer, weights in enumerate(self._weights):
             query, key, value = self._projected(x, weights)
@@ -127,7 +127,7 @@ class Decoder:
         return x
 
     def _layer(self, x: torch.Tensor, layer: int, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """One layer for tokens of one prompt, the first of which begins block ``first``."""
+        """Compute one layer for tokens of one prompt; the first token begins block ``first``."""
         shape, weights, cache = self.shape, self._weights[layer], self.kv[layer]
         query, key, value = self._projected(x, weights)
         made = torch.stack([key, value], 1).view(-1, BLOCK, 2, *key.shape[1:]).transpose(1, 2)
@@ -140,14 +140,14 @@ class Decoder:
         return self._after(x, seen[0].transpose(0, 1).reshape(len(x), -1), weights)
 
     def _projected(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Query, key and value, ``[tokens, heads, elements]``."""
+        """Return query, key and value, ``[tokens, heads, elements]``."""
         shape = self.shape
         found = (rms_norm(x, x.shape[-1:]) @ weights["in"]).view(len(x), -1, shape.head)
         keys, values = shape.heads, shape.heads + shape.kv_heads
         return [found[:, :keys], found[:, keys:values], found[:, values:]]
 
     def _wide(self, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, ``[sequences, heads, tokens, elements]``, for each head of the query."""
+        """Return keys and values, ``[sequences, heads, tokens, elements]``, by query head."""
         keys, values = read.unbind(1)
         times = self.shape.heads // self.shape.kv_heads
         return keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)

@@ -1,4 +1,4 @@
-"""The parts of ``make gpu``: each is called on a machine with torch and a CUDA device."""
+"""The parts of ``make gpu``; each runs on a machine with torch and a CUDA device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 CUDA: Any = torch.cuda  # its annotations are incomplete
 BLOCKS, SLOTS, LAYERS = 64, 64, 8
 LONG_CYCLES = 200_000_000
-"""About a tenth of a second of a kernel that does nothing."""
+"""Cycles of an idle kernel that takes about a tenth of a second."""
 ROUNDS = 7
 SMALL_COUNT = 64
-"""Blocks of small pages that are copied together."""
+"""Number of blocks with small pages that are copied together."""
 SIZES = {"16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 COUNTS = (1, 16, 256, 4096)
 SUITE_S = 300
@@ -48,7 +48,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _layouts() -> Iterator[tuple[str, list[Tensors]]]:
-    """Each layout as groups of tensors."""
+    """Yield each layout as groups of tensors."""
     kv = _zeros(LAYERS, BLOCKS, 2, 16, 128)
     yield "LBHNC", [{f"layer{i}": kv[i] for i in range(LAYERS)}]
     together = _zeros(BLOCKS, LAYERS, 2, 16, 128)
@@ -68,7 +68,7 @@ def _copier(
     slot_bytes: int | None = None,
     staged: bool = False,
 ) -> Generator[tuple[StreamCopier, Arena, dict[int, RankShare]]]:
-    """A copier between tensors and an arena whose slots are registered."""
+    """Yield a copier between tensors and an arena with registered slots."""
     parts = {
         number: RankShare(BlockPages.of(tensors, blocks=next(iter(tensors.values())).shape[0]))
         for number, tensors in enumerate(groups)
@@ -98,7 +98,7 @@ def _finish(copier: StreamCopier, job: CopyJob) -> None:
 
 
 def order() -> Iterable[Row]:
-    """Saves read what a late kernel wrote; loads write after it; a forward pass reads loads."""
+    """Test that saves and loads run after a late kernel, and a forward pass after loads."""
     for name, groups in _layouts():
         for way in ("batched", "staged", "kernel"):
             with _copier(groups, staged=way == "staged") as (copier, arena, parts):
@@ -117,7 +117,7 @@ def order() -> Iterable[Row]:
 def _in_order(
     copier: StreamCopier, arena: Arena, part: RankShare, group: int, *, by_layer: bool
 ) -> None:
-    """What was saved behind a long kernel comes back, over what another such kernel writes."""
+    """Save behind a long kernel, and load the blocks back over another kernel's writes."""
     views = [page.view for page in part.pages.pages]
     wanted = [torch.randint(0, 256, view.shape, dtype=torch.uint8, device="cuda") for view in views]
     half = BLOCKS // 2
@@ -131,7 +131,7 @@ def _in_order(
         view.copy_(content)
     save = CopyJob(JobId(1), "offload", saved, slots, group)
     copier.submit(save)
-    copier.fence([save.id])  # and what overwrites them comes after
+    copier.fence([save.id])  # the writes below come after the save
     for view in views:
         view.fill_(0xDD)
     _finish(copier, save)
@@ -146,7 +146,7 @@ def _in_order(
     if by_layer:
         for layer in part.pages.layers:
             copier.fence([load.id], layer.names[0])
-            layer.view[half:].sum()  # as early as it may be read
+            layer.view[half:].sum()  # reads as early as the fence allows
     copier.fence([load.id])
     read = [view[half:].clone() for view in views]
     _finish(copier, load)
@@ -155,7 +155,7 @@ def _in_order(
 
 
 def registering() -> Iterable[Row]:
-    """8 to 100 GiB, as far as a half of the memory goes; and what the driver refuses."""
+    """Register 8 to 100 GiB, up to half of the memory, and test what the driver refuses."""
     device = CudaDevice(_device())
     for gib in (8, 32, 100):
         if gib << 30 > memory_available() // 2:
@@ -179,7 +179,7 @@ def registering() -> Iterable[Row]:
 
 
 def sleep() -> Iterable[Row]:
-    """The KV tensors' memory goes while saves are under way: after them, and nothing is hurt."""
+    """Free the KV tensors' memory after ``drain`` during a save; test that the save succeeds."""
     groups: list[Tensors] = [{"kv": _zeros(BLOCKS, 1 << 20, dtype=torch.uint8)}]
     with _copier(groups) as (copier, _, parts):
         groups[0]["kv"].fill_(7)
@@ -199,7 +199,7 @@ def sleep() -> Iterable[Row]:
 
 
 def suite() -> Iterable[Row]:
-    """The tests that need a device: pools over tiers, and the engine of transformers."""
+    """Run the tests that need a device: pools over tiers, and the engine of transformers."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests/connectors"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=SUITE_S)
     return ()
@@ -209,7 +209,7 @@ def suite() -> Iterable[Row]:
 
 
 def copies() -> Iterable[Row]:
-    """Blocks each way beside one copy of as many bytes of pinned memory, and vLLM's operation."""
+    """Measure blocks each way against one pinned copy of the same bytes, and vLLM's operation."""
     theirs = _vllm()
     for name, size in SIZES.items():
         for count in COUNTS:
@@ -264,7 +264,7 @@ def _copies(name: str, size: int, count: int, theirs: Callable[..., None] | None
 
 
 def _vllm() -> Callable[..., None] | None:
-    """The batched operation of vLLM, where that is installed."""
+    """Return the batched operation of vLLM, if that is installed."""
     try:
         from vllm import _custom_ops
     except ImportError:
@@ -274,7 +274,7 @@ def _vllm() -> Callable[..., None] | None:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """The device's median time for what a call tells it, by events around it."""
+    """Return the device's median seconds for the work of a call, by events around it."""
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
         begun, ended = (CUDA.Event(enable_timing=True) for _ in range(2))
@@ -288,7 +288,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def kernel() -> Iterable[Row]:
-    """Small pages moved by the kernel beside the copy engines: where it begins to be slower."""
+    """Compare the kernel with the copy engines on small pages: when does it become slower?"""
     for kib in (1, 4, 8, 16, 28, 48):
         size, layers = kib << 10, 32
         kv = torch.ones(layers, 2 * SMALL_COUNT, size, dtype=torch.uint8, device="cuda")
@@ -321,7 +321,7 @@ def kernel() -> Iterable[Row]:
 
 
 def latency() -> Iterable[Row]:
-    """How long one block's load takes whose stream of compute is free, behind a save that waits."""
+    """Measure one block's load, alone and beside a long kernel and a save that waits for it."""
     kv: Any = torch.ones(BLOCKS, 1 << 20, dtype=torch.uint8, device="cuda")
     with _copier([{"kv": kv}], slots=2 * BLOCKS) as (copier, arena, _):
         ctypes.memset(arena.address, 1, arena.size_bytes)

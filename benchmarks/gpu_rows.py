@@ -1,6 +1,7 @@
-"""Rows of ``make gpu`` with a model: the time to a first token, and generating beside saves.
+"""Rows of ``make gpu`` with a model: the time to the first token, and generation during saves.
 
-Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` has them run on a CPU, tiny.
+Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` runs them on a CPU with a tiny
+shape.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
 
 LONG_TOKENS = 30_000
-"""Prompts from here on are computed once: that takes seconds."""
+"""Prompts of this length or more are computed only once, because that takes seconds."""
 ROUNDS = 3
 PINNED_BYTES = 1 << 30
 CONTEXT_BLOCKS = 128
-"""Of each sequence that generates."""
+"""Blocks of context of each sequence that generates."""
 DRY_BLOCKS = 4
 FLUSH_S = 120.0
 LAYOUTS = {"BLHNC": True, "LBHNC": False}
 
 
 def first_token(*, dry: bool = False) -> Iterable[Row]:
-    """From host memory, whole and by layer, in both layouts; and from files."""
+    """Measure first tokens from host (whole and by layer, in both layouts) and from files."""
     shape, device = _where(dry)
     with torch.inference_mode():
         for layout, together in LAYOUTS.items():
@@ -53,7 +54,7 @@ def first_token(*, dry: bool = False) -> Iterable[Row]:
 
 
 def decoding(*, dry: bool = False) -> Iterable[Row]:
-    """Generate with as many saves as that fills blocks, and without, in turns."""
+    """Measure generation in turns without saves, and with a save of each filled block."""
     shape, device = _where(dry)
     context = DRY_BLOCKS if dry else CONTEXT_BLOCKS
     blocks = shape.batch * context
@@ -65,7 +66,7 @@ def decoding(*, dry: bool = False) -> Iterable[Row]:
             for number in range(2 * (ROUNDS + 1)):
                 saves = bool(number % 2)
                 seconds = _generate(model, copier if saves else None, ids)
-                if number > 1:  # the first of each is to warm up
+                if number > 1:  # the first round of each warms up
                     taken[saves].append(seconds)
     off, on = (shape.batch * shape.steps / median(taken[saves]) for saves in (False, True))
     note = f"{shape.batch} sequences of {context * BLOCK} tokens; limit: without saves"
@@ -83,7 +84,7 @@ def _where(dry: bool) -> tuple[Shape, torch.device]:
 
 @contextmanager
 def _copying(model: Decoder) -> Generator[Copier]:
-    """A copier between the model's KV cache and as many slots."""
+    """Yield a copier between the model's KV cache and the same number of slots."""
     arena = Arena.create(model.blocks, model.shape.block_bytes)
     copier = copier_for(BlockPages.of(model.tensors, blocks=model.blocks), arena)
     try:
@@ -96,7 +97,7 @@ def _copying(model: Decoder) -> Generator[Copier]:
 
 
 def _timed(device: torch.device, call: Callable[[], Any]) -> float:
-    """Seconds until the device has done what a call tells it."""
+    """Return the seconds until the device has done the work of a call."""
     cuda: Any = torch.cuda  # its annotations are incomplete
     sync: Callable[[], None] = cuda.synchronize if device.type == "cuda" else lambda: None
     sync()
@@ -115,7 +116,7 @@ def _job(direction: Direction, blocks: Sequence[int]) -> CopyJob:
 
 
 def _from_host(model: Decoder, copier: Copier, tokens: int, layout: str) -> Iterator[Row]:
-    """Compute a prompt, save it, and load all but its last block: whole, and by layer."""
+    """Compute a prompt, save it, and load all but its last block, whole and by layer."""
     table = random.Random(tokens).sample(range(model.blocks), tokens // BLOCK)
     wanted: list[torch.Tensor] = []
     rounds = ROUNDS if tokens < LONG_TOKENS else 1
@@ -161,7 +162,7 @@ def _from_host(model: Decoder, copier: Copier, tokens: int, layout: str) -> Iter
 
 
 def _from_files(model: Decoder, tokens: int) -> Row:
-    """The same from files, by a cache that has found them at its start."""
+    """Do the same from files, with a cache that recovered them at its start."""
     table = random.Random(tokens).sample(range(model.blocks), tokens // BLOCK)
     layout = kvladder.Layout(
         block_tokens=BLOCK, block_bytes=model.shape.block_bytes, fields={"model": "benchmark"}
@@ -218,7 +219,7 @@ def _flush(cache: Any) -> None:
 
 
 def _bus_s(device: torch.device, size: int) -> float:
-    """Seconds for one copy of so many pinned bytes to the device, from those of a part of them."""
+    """Estimate the seconds to copy pinned bytes to the device, from a copy of part of them."""
     part, pin = min(size, PINNED_BYTES), device.type == "cuda"
     source = torch.ones(part, dtype=torch.uint8, pin_memory=pin)
     target = torch.ones(part, dtype=torch.uint8, device=device)
@@ -227,13 +228,13 @@ def _bus_s(device: torch.device, size: int) -> float:
 
 
 def _require_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """What comes after loaded blocks is what comes after computed ones, but for rounding."""
+    """Require equal results after loaded and after computed blocks, except for rounding."""
     apart = float(((found - wanted).square().sum() / wanted.square().sum()).sqrt())
     assert apart < 0.05, f"a forward pass read other blocks: {apart:.2f} apart"
 
 
 def _generate(model: Decoder, copier: Copier | None, ids: torch.Tensor) -> float:
-    """Seconds of the steps of one round, each of which may begin to save some blocks."""
+    """Return the seconds of all steps of one round; each step may begin to save some blocks."""
     shape = model.shape
     per_step = max(1, shape.batch // BLOCK)
     filled = cycle(range(model.blocks))

@@ -1,8 +1,8 @@
-"""SGLang's radix cache without SGLang: the tree is theirs, what it imports and does not use is not.
+"""SGLang's radix cache without SGLang: the real tree, with stand-ins for imports it does not use.
 
-Importing it the usual way loads model configurations that need torchvision for this torch. The
-tree itself needs none of it: its pools are only annotations and its metrics are off, so these
-modules are stood in for.
+Importing it in the usual way loads model configurations that need torchvision for this torch. The
+tree itself needs none of them: its pools are only annotations, and its metrics are off. So these
+modules are replaced by stand-ins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 VERSION = "0.5.23"
 PLACE = Path(os.environ.get("KVLADDER_SGLANG", Path(sys.prefix) / "sglang"))
-"""Where ``pip install --no-deps --target PLACE sglang orjson`` put it."""
+"""Folder where ``pip install --no-deps --target PLACE sglang orjson`` put SGLang."""
 
 _STAND_INS: dict[str, dict[str, Any]] = {
     "sglang": {"__path__": [str(PLACE / "sglang")]},
@@ -34,11 +34,11 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 
 
 class Absent(Exception):
-    """SGLang is not here; says why."""
+    """Raised if SGLang cannot be used here, with the reason."""
 
 
 class _Freed:
-    """Counts what the tree gives back, in place of SGLang's allocator."""
+    """Counts the slots that the tree frees, in place of SGLang's allocator."""
 
     device = "cpu"
 
@@ -50,7 +50,7 @@ class _Freed:
 
 
 class SglangTree:
-    """Their Python radix cache with pages of ``page`` tokens."""
+    """SGLang's Python radix cache with pages of ``page`` tokens."""
 
     def __init__(self, page: int) -> None:
         self._cache: Any
@@ -61,7 +61,7 @@ class SglangTree:
         )
 
     def key(self, tokens: Sequence[int]) -> Any:
-        """Tokens in their form."""
+        """Return tokens as a key of SGLang's tree."""
         return self._radix.RadixKey(token_ids=array("q", tokens))
 
     def insert(self, key: Any, value: Any) -> None:
@@ -69,13 +69,13 @@ class SglangTree:
         self._cache.insert(self._base.InsertParams(key=key, value=value))
 
     def match(self, key: Any) -> int:
-        """Tokens of the longest cached prefix."""
+        """Return the number of tokens of the longest cached prefix."""
         found = self._cache.match_prefix(self._base.MatchPrefixParams(key=key))
         tokens: int = found.device_prefix_len
         return tokens
 
     def evict(self, tokens: int) -> None:
-        """Give up this many tokens or more."""
+        """Evict at least this number of tokens."""
         self._cache.evict(self._base.EvictParams(num_tokens=tokens))
 
 

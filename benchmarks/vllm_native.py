@@ -1,4 +1,4 @@
-"""vLLM's own offloading on a CPU: its device copies need CUDA streams, so a thread copies instead.
+"""vLLM's own offloading on a CPU, where a thread copies because its own copies need CUDA streams.
 
 Everything else is vLLM's: scheduler, managers, policies, tiers. Named by ``spec_name`` (one of
 ``CPUSpec``, ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyHandler(SingleDirectionOffloadingHandler):  # type: ignore[misc]
-    """vLLM's own descriptors of what to copy, done by memmove in one thread."""
+    """Copies according to vLLM's own descriptors, by memmove in one thread."""
 
     def __init__(
         self, gpu: list[Any], cpu: list[Any], blocks_per_row: int, refs: Any, *, down: bool

@@ -1,1 +1,1 @@
-"""What engines call: the neutral interface, the inline reference and one adapter per engine."""
+"""The connectors that engines call: the neutral interface, a reference, and one per engine."""

@@ -1,7 +1,7 @@
-"""The engine-neutral interface: what any engine calls, all of it sync and none of it waiting.
+"""The engine-neutral interface that every engine calls; all calls are synchronous, none waits.
 
-It keeps the loads and saves under way: which slots they hold, and what their end means for the
-cache. Who copies is a subclass's.
+It keeps the loads and saves in flight: which slots each holds, and what its end means for the
+cache. A subclass decides how blocks are copied.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from kvladder.policy.fetch_cost import AvoidedCompute
 
 @dataclass(slots=True)
 class OpenJob:
-    """A job that has not been reported by everybody who copies a part of it."""
+    """A job in flight: at least one rank that copies a part of it has not reported its end."""
 
     job: CopyJob
     holds: Fetch | Save
     reports_left: int
     ok: bool = True
     excused: bool = False
-    """Whether its failure says nothing of the bytes in the cache."""
+    """True if a failure would say nothing about the bytes in the cache."""
     bytes: int = 0
     seconds: float = 0.0
-    """Of the part that took longest."""
+    """Duration of the slowest part."""
 
     def end(self) -> None:
-        """Every part is over: what was saved is published, what was loaded let go."""
+        """Settle the job once every part has ended.
+
+        A save is committed, or aborted if it failed. A load is released. If it failed and is not
+        excused, the cache also forgets its blocks.
+        """
         if isinstance(self.holds, Save):
             (self.holds.commit if self.ok else self.holds.abort)()
         else:
@@ -41,19 +45,19 @@ class OpenJob:
 
 
 class Connector(ABC):
-    """What an engine calls, from one thread.
+    """The interface that an engine calls, from one thread.
 
-    Keys name blocks by content and prefix (see :class:`kvladder.keys.KeyScheme`), numbers name
+    Keys name blocks by content and prefix (see :class:`kvladder.keys.KeyScheme`). Numbers name
     blocks in the engine's KV cache. Between ``load`` or ``save`` and the report of its end by
-    ``poll``, the engine neither reuses nor writes the blocks concerned. Blocks of different layers
-    or shapes are told apart by ``group``; a key names a block of one group.
+    ``poll``, the engine must not reuse or write the blocks concerned. ``group`` distinguishes
+    blocks of different layers or shapes; a key names a block of one group.
 
     Parameters
     ----------
     manager:
-        Owned by the caller, who closes it after the connector.
+        Owned by the caller, which closes it after the connector.
     reports:
-        How many reports end a job: one per rank that copies its part.
+        Number of reports that end a job: one per rank that copies a part of it.
     """
 
     def __init__(self, manager: CacheManager, *, reports: int = 1) -> None:
@@ -65,15 +69,15 @@ class Connector(ABC):
 
     @abstractmethod
     def _start(self, job: CopyJob) -> None:
-        """Have ``job`` done; each of those who do a part of it reports its end."""
+        """Begin ``job``; each rank that copies a part of it reports the end of its part."""
 
     @abstractmethod
     def poll(self) -> list[Finished]:
-        """The loads and saves that ended since the last call, each reported once."""
+        """Return the loads and saves that ended since the last call, each once."""
 
     @property
     def busy(self) -> bool:
-        """Whether a load or save has not ended."""
+        """True while a load or save is in flight."""
         return bool(self._jobs)
 
     def match(
@@ -85,21 +89,23 @@ class Connector(ABC):
         saves: AvoidedCompute | None = None,
         session: str | None = None,
     ) -> Fetch:
-        """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
+        """Pin the longest cached prefix of ``keys`` and begin to fetch the blocks below host.
 
-        Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys. ``saves``
-        is what the engine need not compute if all of it comes, None for the tokens of the blocks.
-        ``session`` is the request's, see :meth:`kvladder.manager.CacheManager.fetch`.
+        Only the named ``levels`` are read; None reads all. ``salt`` is the one bound into the
+        keys. ``saves`` is the computing that the engine avoids if all blocks come; None stands for
+        the tokens of the blocks. ``session`` is the request's session, see
+        :meth:`kvladder.manager.CacheManager.fetch`.
 
-        Ask ``Fetch.done`` as often as you like; then give the match to ``load`` or release it.
+        Poll ``Fetch.done`` as often as you like. Then give the match to ``load`` or release it.
         """
         return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves, session=session)
 
     def load(self, match: Fetch, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
-        """Begin to copy the matched blocks from ``first`` on into ``blocks``.
+        """Begin to copy the matched blocks, starting at ``first``, into ``blocks``.
 
-        ``first + len(blocks) <= match.blocks``. Takes the match over: it is released when the copy
-        has ended; if it failed, its blocks are forgotten and ``blocks`` hold garbage.
+        ``first + len(blocks) <= match.blocks``. The connector takes the match over and releases it
+        when the copy has ended. If the copy failed, the cache forgets the matched blocks, and
+        ``blocks`` hold garbage.
         """
         assert match.done
         slots = match.slots[first : first + len(blocks)]
@@ -125,12 +131,12 @@ class Connector(ABC):
     ) -> JobId | None:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
-        ``keys`` name consecutive blocks of one prefix, as many as there are ``blocks``, complete
-        or complete once what the engine's device was told so far is done. ``priorities`` has a
-        priority and its duration in seconds, None for good, for each of them, as
-        :meth:`kvladder.Retention.of_blocks` returns it; None gives them the default. The other
-        options are those of :meth:`kvladder.manager.CacheManager.save`. Returns None
-        if there is nothing to copy. They are hits when the end of the job has been polled.
+        ``keys`` name consecutive blocks of one prefix, one key for each of ``blocks``. The blocks
+        are complete, or will be once the work already queued on the engine's device is done.
+        ``priorities`` has, for each block, a priority and its duration in seconds (None: for
+        good), as :meth:`kvladder.Retention.of_blocks` returns it. None gives all the default. The
+        other options are those of :meth:`kvladder.manager.CacheManager.save`. Returns None if
+        there is nothing to copy. The blocks are hits once ``poll`` has reported the job's end.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
@@ -151,9 +157,10 @@ class Connector(ABC):
         return self.fill(save, blocks if whole else [blocks[n] for n in save.indices], group=group)
 
     def fill(self, save: Save, blocks: Sequence[int], *, group: int = 0) -> JobId | None:
-        """Begin to copy ``blocks`` into the slots of a save, as many; None if it has none.
+        """Begin to copy ``blocks`` into the slots of a save; return None if it has no slots.
 
-        Takes the save over: it is committed when the copy has ended, or aborted if that failed.
+        There is one block for each slot. The connector takes the save over. It commits the save
+        when the copy has ended, or aborts it if the copy failed.
         """
         if not save.slots:
             return None
@@ -167,9 +174,9 @@ class Connector(ABC):
         return job.id
 
     def _report(self, finished: Finished) -> OpenJob | None:
-        """Somebody's part of a job is over; the job with all its parts, if it was the last one."""
+        """Record the end of one part of a job; return the job if that was its last part."""
         entry = self._jobs.get(finished.id)
-        if entry is None:  # given up by close
+        if entry is None:  # ``close`` abandoned it
             return None
         entry.ok = entry.ok and finished.ok
         entry.bytes += finished.bytes
@@ -183,7 +190,10 @@ class Connector(ABC):
         return entry
 
     def close(self) -> None:
-        """Give up what has not ended, once whoever copies has stopped; may be called again."""
+        """Abandon the jobs that have not ended. May be called again.
+
+        Call it only after all copying has stopped.
+        """
         while self._jobs:
             _, entry = self._jobs.popitem()
             entry.ok, entry.excused = False, True

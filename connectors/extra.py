@@ -1,4 +1,4 @@
-"""What an engine's extra configuration says: a connector's own settings, and those of a stack."""
+"""Reads an engine's extra configuration: the connector's own settings, and those of a stack."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from kvladder.schema import Settings, convert, keys_of, nearest
 
 
 class ExtraOptions(Settings, frozen=True, kw_only=True):
-    """What every connector takes beside a stack."""
+    """Settings that every connector has beside those of a stack."""
 
     config: str | None = None
-    """Path of a YAML file; without one the stack's settings stand beside these."""
+    """Path of a stack's YAML file; without it, the stack's settings are given beside these."""
 
 
 T = TypeVar("T", bound=ExtraOptions)
 
 
 def parse_extra(extra: Mapping[str, Any], wanted: type[T], where: str) -> tuple[T, StackConfig]:
-    """Read and check everything; ``where`` names the extra configuration in errors.
+    """Read and check the connector's settings and the stack.
+
+    ``where`` names the extra configuration in errors.
 
     Raises
     ------
     ConfigError
-        A key is unknown (the nearest is named), a value is wrong, or there is no stack.
+        A key is unknown (the error names the nearest one), a value is wrong, no stack is given,
+        or stack settings stand beside ``config``.
     """
     own = keys_of(wanted)
     stack = [*SHORT_KEYS, *keys_of(Sections), "tiers"]

@@ -1,4 +1,4 @@
-"""The reference connector: an engine in the same process that gives its KV tensors."""
+"""The reference connector: for an engine in the same process that hands over its KV tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class InlineConnector(Connector):
     Parameters
     ----------
     manager:
-        An open cache whose layout's ``block_bytes`` is what a block takes in the tensors.
+        An open cache. Its layout's ``block_bytes`` must be the size of a block in the tensors.
     kv:
-        One tensor ``[blocks, ...]``, or several by name, whose bytes lie one after the other in
-        a slot. Kept alive, and read and written in the background between a call and its end.
+        One tensor ``[blocks, ...]``, or several by name; in a slot, their bytes lie one after the
+        other. The connector keeps the tensors alive. It reads and writes them in the background
+        while jobs are in flight.
 
     Raises
     ------
     LayoutError
-        The tensors are not what the cache's layout says.
+        The tensors do not match the cache's layout.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class InlineConnector(Connector):
         self._copier: Copier = copier_for(pages, manager.arena)
 
     def keys(self, tokens: Sequence[int], *, salt: str = "", lora: str = "") -> list[BlockKey]:
-        """The names of the whole blocks of a prompt; see :meth:`KeyScheme.chain`."""
+        """Return the keys of a prompt's whole blocks; see :meth:`KeyScheme.chain`."""
         return self._keys.chain(tokens, parent=self._keys.root(salt=salt, lora=lora))
 
     def _start(self, job: CopyJob) -> None:
@@ -59,7 +60,10 @@ class InlineConnector(Connector):
         return finished
 
     def wait(self, job: JobId | None) -> list[Finished]:
-        """Return when ``job`` is over, with what ended meanwhile; the one call that waits."""
+        """Wait until ``job`` has ended; return all jobs that ended since the last poll.
+
+        This is the connector's only call that waits. If ``job`` is None, it does not wait.
+        """
         if job is not None:
             self._copier.wait([job])
         return self.poll()

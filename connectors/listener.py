@@ -1,4 +1,4 @@
-"""How processes of one engine meet on a machine: at a socket of the one that owns the cache."""
+"""Connects an engine's processes on one machine: the process that owns the cache has a socket."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Final
 
 GONE: Final = (EOFError, OSError)
-"""What using a connection raises when its other end is no more."""
+"""Errors that a connection raises when its other end is closed."""
 BACKLOG: Final = 128
-"""Who comes before anybody is served waits; of so many at once."""
+"""Maximum number of connections that queue until they are accepted."""
 JOIN_S: Final = 10.0
-"""How long the last words of those who are served are waited for."""
+"""Seconds that ``end`` waits for each thread that still serves a connection."""
 PAUSE_S: Final = 0.5
-"""How long nobody is let in once that has failed."""
+"""Seconds before the next attempt after accepting a connection has failed."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 Serve = Callable[[Connection], None]
 
 
 def abstract(name: str) -> str:
-    """The address of a socket that is no file, so none is left behind."""
+    """Return the address of a socket in the abstract namespace, which leaves no file behind."""
     return f"\0kvladder-{name}"
 
 
 class LocalListener:
-    """A socket where processes of this user come, each of which is served by a thread.
+    """A socket that accepts connections from this user's processes, with one thread for each.
 
-    From when it is made nobody else has the name, and whoever comes waits; ``begin`` serves them.
+    The address is bound at construction; connections queue until ``begin``.
 
     Parameters
     ----------
     address:
-        Of a Unix-domain socket.
+        The address of a Unix-domain socket.
     say:
-        Takes what is told when nobody can come.
+        Called with a message when a connection cannot be accepted.
 
     Raises
     ------
@@ -58,8 +58,9 @@ class LocalListener:
         self._closed = False
 
     def begin(self, serve: Serve) -> None:
-        """Have each connection served, in a thread; it ends with ``serve``, which may raise what
-        ``GONE`` names.
+        """Serve each connection in its own thread, and close it when ``serve`` returns.
+
+        ``serve`` may raise the errors in ``GONE``.
         """
         self._start(self._accept, serve)
 
@@ -77,7 +78,7 @@ class LocalListener:
             except OSError as error:
                 if not self._closed:
                     self._say(f"no rank can come for now: {error!r}")
-                wait([self._ending], PAUSE_S)  # what ails it may last
+                wait([self._ending], PAUSE_S)  # the cause may last: do not spin
                 continue
             self._start(self._attend, serve, connection)
 
@@ -87,38 +88,37 @@ class LocalListener:
                 serve(connection)
 
     def heard(self, connection: Connection) -> bool:
-        """Wait until there is something to receive; False if everything ends instead."""
+        """Wait until there is something to receive; return False if the listener ends first."""
         return self._ending not in wait([connection, self._ending])
 
     def end(self) -> None:
-        """Serve nobody any more, and wait for those who are in the middle; the address is not free
-        yet: whoever comes waits.
+        """Stop serving new connections, and wait for the threads that serve one.
+
+        The address stays bound, so new connections queue until ``close``. May be called again.
         """
         if self._closed:
             return
         self._closed = True
-        self._until.close()  # whoever waits in ``heard`` sees it
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as waking:  # and whoever accepts
+        self._until.close()  # wakes the threads that wait in ``heard``
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as waking:  # wakes ``_accept``
             waking.connect(self._address)
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def close(self) -> None:
-        """End, and let others have the address: whoever waits has come in vain. May be called
-        again.
-        """
+        """End, and release the address; queued connections are refused. May be called again."""
         self.end()
         self._listener.close()
         self._ending.close()
 
 
 def connect(address: str) -> Connection:
-    """Come to a socket of ``LocalListener``.
+    """Connect to the socket of a ``LocalListener``.
 
     Raises
     ------
     OSError
-        Nobody is there, or somebody of another user is.
+        No process listens there, or the process belongs to another user.
     """
     connection = Client(address, "AF_UNIX")
     if _user_of(connection) != os.getuid():
@@ -128,7 +128,7 @@ def connect(address: str) -> Connection:
 
 
 def _user_of(connection: Connection) -> int:
-    """The user at the other end."""
+    """Return the user id of the process at the other end."""
     with socket.socket(fileno=os.dup(connection.fileno())) as line:
         told = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(told)

@@ -1,4 +1,4 @@
-"""Names for what an engine was given: values as text, folders as digests, for any engine."""
+"""Turns an engine's inputs into text for names: values as JSON, files and folders as digests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILES_LEFT_OUT: Final[Mapping[str, str]] = {
         "*.safetensors.index.json *.safetensors.index.*.json *.bin.index.json *.bin.index.*.json"
     ),
 }
-"""Files of a model's folder that name no blocks: reasons, and patterns that each is true of."""
+"""Files of a model's folder that do not count for block names: file patterns by reason."""
 
 TOKENIZERS: Final[Mapping[str, str]] = {
     "how text becomes tokens, by which blocks are named, where nothing but prompts needs it": (
@@ -46,45 +46,51 @@ TOKENIZERS: Final[Mapping[str, str]] = {
         " sentencepiece.bpe.model *.tiktoken"
     ),
 }
-"""The same of a tokenizer's files, unless ``reads_tokenizer`` finds something that reads them."""
+"""The same for a tokenizer's files, where ``reads_tokenizer`` finds nothing that reads them."""
 
 _FILES: Final = frozenset(" ".join(FILES_LEFT_OUT.values()).split())
 _TOKENIZERS: Final = frozenset(" ".join(TOKENIZERS.values()).split())
 
 _READS_TOKENIZER: Final = ("*processor_config.json", "tekken.json", "*.py")
-"""Files of processors, which place images among tokens, and of code that may read anything."""
+"""Files of processors, which place images among tokens, and code, which may read any file."""
 _COMPOSITE: Final = re.compile(
     r'"(auto_map|text_config|\w*(?:vision|visual|image|audio|video|speech)\w*|mm_\w+)"\s*:'
 )
-"""Keys of a ``config.json`` whose model has a processor, or code of its own."""
+"""Keys that a ``config.json`` has only if its model has a processor, or code of its own."""
 
 _NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
-"""What a model's configuration says of where it was read and who wrote it."""
+"""Keys of a model's configuration that tell only where it was read, and what wrote it."""
 
 LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
-"""What vLLM and SGLang compute with, or let read a model's files, in versions that they do not
-choose."""
+"""Libraries with which vLLM and SGLang compute or read a model's files. Their versions are not
+fixed by the engine."""
 LIBRARIES_SWITCHES: Final = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "ONEDNN_DEFAULT_FPMATH_MODE",
 )
-"""Environment variables that no engine knows of and that change numbers all the same."""
+"""Environment variables that change computed numbers, although no engine reads them."""
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 Parts = Callable[[Any], Iterable[tuple[str, Any]]]
-"""Those fields of a dataclass that count, with their values."""
+"""Returns the fields of a dataclass that count for names, with their values."""
 
 
 def text_of(value: Any, parts: Parts) -> str:
-    """The value as text that is the same in every process; a file's path with its digest."""
+    """Return the value as text that is the same in every process.
+
+    The digest of the file follows each path of a file.
+    """
     return json.dumps(_plain(value, parts, ()), sort_keys=True)
 
 
 def _plain(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
-    """The value in words of JSON: no addresses, no order that depends on the process."""
+    """Return the value as plain JSON types, without addresses or process-dependent order.
+
+    ``above`` has the ids of the values around this one, to stop at cycles.
+    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
@@ -109,10 +115,10 @@ def _plain(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
 
 
 def _is_file(text: str) -> bool:
-    """Whether a text is a path of a file, which long ones and those with a slash need not be."""
+    """Return whether a text is the path of an existing file."""
     try:
         return os.sep in text and Path(text).is_file()
-    except OSError:  # too long a name, or in a folder that may not be looked into
+    except OSError:  # the text is too long for a name, or the folder may not be read
         return False
 
 
@@ -125,7 +131,11 @@ def _is_collection(value: object) -> TypeGuard[Collection[Any]]:
 
 
 def _object(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
-    """Something that is no value of JSON: what it says of itself, else what it consists of."""
+    """Return what stands for an object that JSON has no type for.
+
+    A class or function is its qualified name, a configuration its ``to_dict()``, a dataclass its
+    fields. Another object is its ``repr``, with its attributes if that has an address.
+    """
     name = getattr(value, "__qualname__", None)
     if name is not None:  # a class or a function
         return f"{value.__module__}.{name}"
@@ -143,7 +153,7 @@ def _object(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
 
 
 def digest(file: str | Path) -> str:
-    """Digest of a file's content; what is wrong with it, if it cannot be read."""
+    """Return the digest of a file's content, or the reason why it cannot be read."""
     try:
         with Path(file).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -152,14 +162,16 @@ def digest(file: str | Path) -> str:
 
 
 def prefixed(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
-    """The fields under names that begin with ``prefix``."""
+    """Return the fields with ``prefix`` and a dot before each name."""
     return {f"{prefix}.{name}": text for name, text in fields.items()}
 
 
 def folder_fields(folders: Mapping[str, Path], *, tokenizer: bool = False) -> dict[str, str]:
-    """By role and path in it, digests of the files in folders, but for those that are left out.
+    """Return digests of the files in folders, by role and relative path.
 
-    ``tokenizer`` says that the engine reads the tokenizer's files for more than prompts.
+    Files in ``FILES_LEFT_OUT`` are skipped. So are those in ``TOKENIZERS``, unless ``tokenizer``
+    says that the engine reads them for more than prompts, or ``reads_tokenizer`` finds that a
+    folder may.
     """
     but = _FILES
     if not tokenizer and not any(map(reads_tokenizer, folders.values())):
@@ -172,7 +184,7 @@ def folder_fields(folders: Mapping[str, Path], *, tokenizer: bool = False) -> di
 
 
 def reads_tokenizer(folder: Path) -> bool:
-    """Whether a model's processor or code may read the tokenizer; in doubt it may."""
+    """Return whether a model's processor or code may read the tokenizer; True if unsure."""
     if any(fnmatch(file.name, one) for file in _files(folder, _FILES) for one in _READS_TOKENIZER):
         return True
     try:
@@ -185,13 +197,13 @@ def reads_tokenizer(folder: Path) -> bool:
 
 
 def _files(folder: Path, but: Collection[str]) -> Iterator[Path]:
-    """The files in a folder and those below it; ``but`` has patterns of names left out."""
+    """Yield all files in and below a folder, except names that match a pattern in ``but``."""
     seen: set[Path] = set()
     for where, below, names in os.walk(folder, followlinks=True):
         real = Path(where).resolve()
         below[:] = sorted(name for name in below if real not in seen and _counts(name, but))
         yield from (Path(where) / name for name in sorted(names) if _counts(name, but))
-        seen.add(real)  # a link may lead back to it
+        seen.add(real)  # a link may lead back to this folder
 
 
 def _counts(name: str, but: Collection[str]) -> bool:
@@ -201,7 +213,7 @@ def _counts(name: str, but: Collection[str]) -> bool:
 def model_folder(
     name: Any, *, revision: str | None = None, cache_dir: str | None = None
 ) -> Path | None:
-    """Where something lies; None if it has no folder on this machine."""
+    """Return the folder of a path or Hugging Face name; None if this machine has none."""
     if not name:
         return None
     path = Path(str(name))
@@ -213,7 +225,7 @@ def model_folder(
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of these distributions, as far as they are installed."""
+    """Return the versions of those distributions that are installed."""
     found: dict[str, str] = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -222,7 +234,10 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def plugins(groups: Iterable[str], *, but: Collection[str] = ()) -> str:
-    """Distributions with entry points of these groups, and their versions; without kvladder."""
+    """Return the distributions with entry points in these groups, and their versions, as text.
+
+    kvladder and the distributions in ``but`` are left out.
+    """
     found = {
         f"{point.dist.name} {point.dist.version}"
         for group in groups
@@ -233,7 +248,7 @@ def plugins(groups: Iterable[str], *, but: Collection[str] = ()) -> str:
 
 
 def device_kind(device: torch.device) -> str:
-    """What a device computes like: its type and, of a GPU, its architecture."""
+    """Return the kind of a device that decides its numbers: type and, for a GPU, architecture."""
     if device.type != "cuda":
         return device.type
     cuda: Any = torch.cuda

@@ -1,4 +1,4 @@
-"""For engines that decide in one process and copy in others, step by step."""
+"""A connector for engines that decide in one process and copy in others, step by step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ class StepConnector(Connector):
         self._begun: list[CopyJob] = []
         self._ended: list[Finished] = []
         self.rising = PrefetchSet()
-        """Of requests that come later."""
+        """Prefetches for requests that have not arrived yet."""
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
-        """What has been copied out of the engine's KV cache, and into it."""
+        """Bytes and seconds copied out of the engine's KV cache (offload) and into it (onboard)."""
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
 
     def loading_s(self, blocks: int) -> float | None:
-        """How long copying so many blocks into the engine's memory takes, as measured so far."""
+        """Estimate the seconds to copy this number of blocks into the engine's memory.
+
+        The estimate is the average so far; None before the first load has ended.
+        """
         if not self.copied["onboard_bytes"]:
             return None
         byte_s = self.copied["onboard_s"] / self.copied["onboard_bytes"]
@@ -33,39 +36,44 @@ class StepConnector(Connector):
 
     @property
     def begun(self) -> list[CopyJob]:
-        """What ``take`` would return."""
+        """The jobs that ``take`` would return."""
         return [*self._begun]
 
     def take(self) -> list[CopyJob]:
-        """The jobs that were begun since the last call; asked once a step."""
+        """Return the jobs begun since the last call; called once a step."""
         self.rising.settle()
         begun, self._begun = self._begun, []
         return begun
 
     @property
     def saving(self) -> list[OpenJob]:
-        """The saves under way."""
+        """The saves in flight."""
         return [one for one in self._jobs.values() if one.job.direction == "offload"]
 
     def reading(self, blocks: Iterable[int]) -> list[JobId]:
-        """The saves under way that still read any of these blocks."""
+        """Return the saves in flight that still read any of these blocks."""
         written = set(blocks)
         return [one.job.id for one in self.saving if not written.isdisjoint(one.job.blocks)]
 
     def distrust(self) -> None:
-        """The blocks that the saves under way read may hold something else than they should."""
+        """Let all saves in flight fail: the blocks that they read may hold wrong content."""
         for one in self.saving:
             one.ok = False
 
     def excuse(self) -> None:
-        """What is being loaded may not arrive, through no fault of the cache: it stays there."""
+        """Let the cache keep the blocks of loads in flight even if these loads fail.
+
+        They may now fail for reasons that say nothing about the bytes in the cache.
+        """
         for one in self._jobs.values():
             one.excused = True
 
     def withdraw(self) -> list[CopyJob]:
-        """No step could be made, and nothing is fenced: what is being saved may be overwritten.
+        """Withdraw the jobs of a step that could not be built; return its loads.
 
-        The saves that begin with it would come too late and are given up. Returns its loads.
+        Without the step there is no fence, so blocks may be overwritten while saves read them.
+        All saves in flight therefore count as failed. The step's own saves would begin too late
+        and are abandoned.
         """
         self.distrust()
         jobs = self.take()
@@ -76,7 +84,7 @@ class StepConnector(Connector):
         return [job for job in jobs if job.direction == "onboard"]
 
     def report(self, ended: Iterable[Finished]) -> None:
-        """Take in what workers reported: a part of a job each."""
+        """Record the ended parts of jobs that workers reported."""
         self.rising.settle()
         for finished in ended:
             one = self._report(finished)

@@ -1,4 +1,4 @@
-"""Changes of a model's weights in memory, as far as they leave a trace."""
+"""Detects changes of a model's weights in memory, as far as they leave a trace."""
 
 # pyright: reportPrivateUsage=false
 
@@ -20,12 +20,12 @@ _PASSING: Final = "_non_persistent_buffers_set"
 
 
 class Watched:
-    """Knows which weights a Hugging Face model has, as digests; ``close`` stops watching them.
+    """Watches the weights of a Hugging Face model, and keeps their digest; ``close`` ends it.
 
-    Seen are parameters, buffers and modules that are replaced, tensors that are moved, and writes
-    in place. A write to ``parameter.data`` leaves no trace, nor does one to a tensor that was made
-    in inference mode: ``doubt`` says that there may have been one. A look takes less than a
-    microsecond a tensor where nothing changed.
+    It detects replaced parameters, buffers and modules, moved tensors, and writes in place. Two
+    kinds of writes leave no trace: those to ``parameter.data``, and those to a tensor that was
+    made in inference mode. Call ``doubt`` where one may have happened. If nothing changed, a look
+    takes less than a microsecond per tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,7 +37,7 @@ class Watched:
             register_module_module_registration_hook(self._registered),
         ]
         self.changes = 0
-        """How often something was written, or may have been, as far as anybody looked."""
+        """Number of looks that found that the weights had, or may have, changed."""
         try:
             self.first = self.digest = self._read()
         except BaseException:
@@ -46,29 +46,32 @@ class Watched:
 
     @property
     def mark(self) -> str:
-        """The digest of the weights as of the last look; empty while they are the first ones."""
+        """The digest of the weights at the last look; empty if they are the first ones."""
         return "" if self.digest == self.first else self.digest
 
     def look(self) -> bool:
-        """Digest the weights again if they may have changed; returns whether they may have."""
+        """Digest the weights again if they may have changed; return whether they may have."""
         if not self._may_have_changed():
             return False
-        self._touched = True  # until they can be read
+        self._touched = True  # stays if reading them raises
         self.digest = self._read()
         self.changes += 1
         return True
 
     def doubt(self) -> None:
-        """Have the next ``look`` digest them, whatever is seen."""
+        """Make the next ``look`` digest the weights, even if it sees no change."""
         self._touched = True
 
     def _registered(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        """PyTorch calls this whenever a module of the process is given a parameter or a module."""
+        """Mark the weights as touched if ``module`` is part of the model.
+
+        PyTorch calls this whenever a parameter or module is registered in any module.
+        """
         if id(module) in self._modules:
             self._touched = True
 
     def _read(self) -> str:
-        """Take note of the tensors as they are now, and digest them."""
+        """Record the tensors as they are now, and return their digest."""
         modules: list[torch.nn.Module] = [*self._model.modules()]
         self._modules = {id(one) for one in modules}
         self._places: list[tuple[Mapping[str, Any], str]] = []

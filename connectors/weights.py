@@ -1,4 +1,4 @@
-"""Digests of a model's weights: of its files, or of its parameters in memory."""
+"""Digests of a model's weights, from its files or from its parameters in memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvladder.runtime import SystemClock
 
 FORMAT = "2"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""The first of these that a directory has is what its model is made of."""
+"""Suffixes of weight files. The first suffix found in a directory is the one that counts."""
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""What trainers leave beside weights under the same suffixes; no engine loads it."""
+"""Files that trainers leave beside weights with the same suffixes; no engine loads them."""
 SETTINGS = "adapter_config.json"
-"""What an adapter's weights are scaled with; a model's settings are told apart by its engine."""
+"""The file with an adapter's scale. A model's own settings are fields that its engine names."""
 THREADS = 4
 CACHE_ENTRIES_MAX = 1000
 _START_FIELD: Final = 19
-"""Which field after the command's name says when a process began; see proc(5)."""
+"""Index of the start time among the fields after the command's name; see proc(5)."""
 
 
 def weights_digest(path: Path, *, cache: Path | None = None) -> str:
-    """Digest of the weights in a directory, or of one file.
+    """Return the digest of the weights in a directory, or of one file.
 
-    Every byte counts: a model is changed in a few rows of one tensor too, and whatever a sample
-    does not see would be served with the other model's KV. What was found out is kept by path,
-    size, inode and times, so files are read at the first start alone, at a few GB/s where the
+    Every byte counts. Two models may differ in a few rows of one tensor only. A sample of the
+    bytes could miss these, and one model would get the other's KV. Digests are cached by path,
+    size, inode and times, so only the first start reads the files. It reads a few GB/s if the
     engine has just read them; see docs/decisions/0013-digests-of-whole-weights.md.
 
     Parameters
@@ -45,12 +45,12 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
     path:
         A model's directory, or a file.
     cache:
-        A JSON file that keeps digests of files; None takes one in the user's cache directory.
+        A JSON file that keeps digests of files; None uses one in the user's cache directory.
 
     Raises
     ------
     ConfigError
-        There are no weights, or they cannot be read.
+        There are no weights, or the files cannot be read.
     """
     try:
         files = weight_files(path)
@@ -77,15 +77,16 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
 
 
 def read_weights_digest(name: str, *, revision: str | None = None) -> str:
-    """Return the digest of the files that an engine in this process has read its weights from.
+    """Return the digest of the files from which an engine in this process read its weights.
 
-    ``name`` is a directory, a file, or a name on the Hugging Face hub, whose files never change.
+    ``name`` is a directory, a file, or a name on the Hugging Face hub. A hub revision's files never
+    change.
 
     Raises
     ------
     ConfigError
-        There are none, or they were replaced since this process began: the engine may have read
-        those before or these, and nothing tells which.
+        There are no weights, or a file was replaced since this process began. In that case it is
+        unknown whether the engine has read the old or the new file.
     """
     path = Path(name)
     if not path.exists():
@@ -106,10 +107,10 @@ def read_weights_digest(name: str, *, revision: str | None = None) -> str:
 
 
 def replaced_since(path: Path, start_s: float) -> list[Path]:
-    """List the weights' files, and ``path`` itself, that were written or renamed after a moment.
+    """Return those of ``path`` and its weight files that were written or renamed after a time.
 
-    ``start_s`` is in seconds since the epoch. A directory to which a file was added meanwhile
-    counts only if that file does.
+    ``start_s`` is in seconds since the epoch. A directory does not count because a file was added
+    to it later; the added file counts if it is a weight file.
     """
     found: list[Path] = []
     for one in (path, *weight_files(path)):
@@ -134,12 +135,12 @@ def downloaded(
     cache_dir: str | None = None,
     what: str = "model",
 ) -> Path:
-    """Where something that came from the Hugging Face hub lies; nothing is downloaded.
+    """Return the local folder of a Hugging Face hub snapshot; download nothing.
 
     Raises
     ------
     ConfigError
-        It is not on this machine.
+        The snapshot is not on this machine.
     """
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
@@ -147,7 +148,7 @@ def downloaded(
         found = snapshot_download(
             name, revision=revision, cache_dir=cache_dir, local_files_only=True
         )
-    except (OSError, ValueError) as error:  # all of the hub's errors are one of them
+    except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         raise ConfigError(
             f"the weights of {what} {name} are not found on this machine",
             path="model.fingerprint",
@@ -157,10 +158,10 @@ def downloaded(
 
 
 def weight_files(path: Path) -> list[Path]:
-    """List the files that a directory's weights are in; ``path`` alone if it is a file.
+    """Return a directory's weight files, or ``path`` alone if it is a file.
 
-    Engines load what lies in the directory itself, whatever lies below it, as a trainer's
-    checkpoints do; only where there is nothing, files below count.
+    Engines load only the files in the directory itself; a trainer's checkpoints may lie below it.
+    Files below count only if the directory itself has none. An adapter's settings file is added.
     """
     if path.is_file():
         return [path]
@@ -174,13 +175,13 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _unlisted(path: Path, files: Sequence[Path]) -> list[str]:
-    """Files of weights that an index of the directory leaves out: engines do not load them."""
+    """Return the weight files that the directory's index does not list; engines skip these."""
     found: set[str] = set()
     for suffix in SUFFIXES if path.is_dir() else ():
         for index in sorted(path.glob(f"*{suffix}.index*.json")):
             with suppress(
                 ValueError, LookupError, AttributeError, TypeError
-            ):  # then it leaves nothing out
+            ):  # an unreadable index leaves no file out
                 listed = {*json.loads(index.read_bytes())["weight_map"].values()}
                 names = {file.name for file in files if file.name.endswith(suffix)}
                 if listed <= names:
@@ -189,7 +190,7 @@ def _unlisted(path: Path, files: Sequence[Path]) -> list[str]:
 
 
 def stamp(file: Path) -> str:
-    """Another one when the file has been written to or replaced; raises OSError."""
+    """Return text that changes when the file is written to or replaced; may raise OSError."""
     stat = file.stat()
     return f"{FORMAT} {stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
@@ -200,7 +201,7 @@ def _default_cache() -> Path:
 
 
 class _Known:
-    """Digests of files that have not changed since they were made."""
+    """A cache of file digests in a JSON file, valid while the files do not change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -217,11 +218,11 @@ class _Known:
         if entry is None or entry[0] != now:
             entry = [now, _file_digest(real)]
             self._changed = True
-        self._entries[str(real)] = entry  # the last one is the most recent
+        self._entries[str(real)] = entry  # most recently used last
         return entry[1]
 
     def write(self) -> None:
-        """Keep what was found out; where that is not possible it is found out again."""
+        """Write new digests to the cache file; if that fails, the next start computes them."""
         if not self._changed:
             return
         kept = dict(list(self._entries.items())[-CACHE_ENTRIES_MAX:])
@@ -238,20 +239,20 @@ def _file_digest(file: Path) -> str:
 
 
 WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""By size of an element, what its bits are read as; larger ones as several of 64 bits."""
+"""Integer types that a tensor's bits are read as, by element size; other sizes use int64."""
 PIECE: Final = 1 << 22
-"""Words that are mixed at a time, 32 MiB each for a few intermediate results."""
+"""Number of words mixed at a time; each of a few intermediate results takes 32 MiB."""
 STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 ROUNDS: Final = (
     (30, 0xBF58476D1CE4E5B9 - (1 << 64)),
     (27, 0x94D049BB133111EB - (1 << 64)),
     (31, 1),
 )
-"""Those of SplitMix64: the constants are what int64 makes of them."""
+"""Shifts and factors of SplitMix64, with the constants as int64."""
 
 
 def model_digest(model: Any) -> str:
-    """Digest of a model's configuration, and of every parameter and buffer that it saves."""
+    """Return the digest of a model's configuration, and of every parameter and saved buffer."""
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -263,22 +264,25 @@ def model_digest(model: Any) -> str:
 
 
 def digest(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
-    """Digest of all of a tensor's bits, computed where it lies or on ``device``: not the same."""
+    """Return the digest of all bits of a tensor, computed where it lies or on ``device``.
+
+    A CPU and a GPU give different digests for the same tensor.
+    """
     device = tensor.device if device is None else device
     return on_host(tensor) if device.type == "cpu" else on_device(tensor, device)
 
 
 def on_host(tensor: torch.Tensor) -> bytes:
-    """Digest of all bytes of a tensor in host memory, of 128 bits."""
+    """Return a 128-bit digest of all bytes of a tensor in host memory."""
     flat = tensor.detach().reshape(-1).contiguous()
     return xxh3_128_digest(flat.view(torch.uint8).numpy().data)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
-    """Digest of all bits of a tensor, of 64 bits, computed where it lies or on ``device``.
+    """Return a 64-bit digest of all bits of a tensor, computed where it lies or on ``device``.
 
-    Each word is mixed with its position and the results are summed, as integers: the order of a
-    sum does not matter, and where one element differs, or two change places, the sum does.
+    Each word is mixed with its position, and the results are summed as integers. The order of the
+    summation does not matter. If one element differs, or two trade places, the sum differs.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     words = flat.view(WORDS.get(flat.element_size(), torch.int64))

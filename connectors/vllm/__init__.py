@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVLadderConnector":  # not before it is asked for: it imports vLLM
+    if name == "KVLadderConnector":  # imported only when asked for, because it imports vLLM
         from kvladder.connectors.vllm.connector import KVLadderConnector
 
         return KVLadderConnector

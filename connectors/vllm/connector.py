@@ -5,8 +5,8 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": "stack.yaml"}}'
 
-vLLM makes one object per worker and one for its scheduler. The scheduler's owns the cache, the
-workers' only copy. What goes wrong at start is raised, what goes wrong later is a miss.
+vLLM makes one object per worker and one for its scheduler. The scheduler's object owns the cache;
+the workers' objects only copy. An error at start is raised; a later one is a miss.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from kvladder.notices import Notices
 from kvladder.preflight import preflight
 from kvladder.runtime import SystemClock
 
-register()  # a MultiConnector looks statistics up by the name of the class
+register()  # MultiConnector finds the class for its statistics by the registered name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _HIT_SOURCES = {"host": "HOST", "memory": "HOST", "files": "DISK"}
-"""vLLM's names for types of tiers."""
+"""vLLM's names for the media of hits, by type of tier."""
 
 
 def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
-    """Whatever a hook raises while the engine runs is logged, and answered like this instead."""
+    """Return a decorator for hooks that logs their errors, and returns ``answer()`` instead."""
 
     def wrap(hook: F) -> F:
         @functools.wraps(hook)
@@ -118,13 +118,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: what is not delivered is computed again
+        return False  # this is a cache: vLLM recomputes blocks that are not delivered
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Return the layout that this connector asks vLLM for, or None.
 
-        vLLM takes it where its attention back end can. VLLM_KV_CACHE_LAYOUT goes first.
+        vLLM uses it if its attention back end supports it. VLLM_KV_CACHE_LAYOUT overrides it.
         """
         try:
             return wanted_layout(vllm_config)
@@ -134,7 +134,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No; where there are CUDA graphs, vLLM asks before it loads the model.
+        """Return False, after checking that the cache can open.
+
+        With CUDA graphs, vLLM calls this before it loads the model, so errors show up early.
 
         Raises
         ------
@@ -142,7 +144,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             The cache would not open.
         """
         _, config = parse(extra_config)
-        errors = preflight(config).errors  # its warnings are said when the cache opens
+        errors = preflight(config).errors  # its warnings are logged when the cache opens
         if errors:
             raise errors[0]
         return False
@@ -156,7 +158,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _whole(self) -> Any:
-        """What vLLM made for this worker: a MultiConnector with this one in it, or this one."""
+        """The connector that vLLM made for this worker: this one, or a MultiConnector around it."""
         return get_kv_transfer_group() if has_kv_transfer_group() else self
 
     @property
@@ -172,7 +174,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._layers:
             check_layers(self._vllm_config, kv_caches)
         self._copies.register(kv_caches)
-        self.get_handshake_metadata()  # for a connector before this one, whose own vLLM hands on
+        self.get_handshake_metadata()  # lets an earlier connector's description carry ours
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -200,7 +202,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copies.load(self._step, by_layer=by_layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads by layer go on while layers before this one compute; others have ended."""
+        """Make the layer wait for its blocks if loads go by layer; other loads have ended."""
         if self._layers:
             self._await_layer(layer_name)
 
@@ -211,7 +213,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Whole blocks are saved after the forward pass that fills them."""
+        """Do nothing: whole blocks are saved after the forward pass that fills them."""
 
     @_nothing
     def wait_for_save(self) -> None:
@@ -241,7 +243,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         ranks = carried(metadata.values())
-        if metadata and not ranks:  # MultiConnector hands on the first answer of its connectors
+        if metadata and not ranks:  # MultiConnector passes on the first connector's answer only
             what = "another connector described its KV tensors and took nothing of this one along"
             hint = "vLLM hands on one description only: leave the other connector out"
             raise ConfigError(what, path="kv_connector_extra_config.connectors", hint=hint)
@@ -287,7 +289,8 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found: Counter[Any] = Counter()
         for kind, tokens in self._decides.sources(request).items():
             found[_HIT_SOURCES.get(kind, unknown.name)] += tokens
-        found[unknown.name] += num_external_tokens - found.total()  # before a window, or not begun
+        # tokens before a window are not loaded, and a load may not have begun
+        found[unknown.name] += num_external_tokens - found.total()
         return {CacheHitSource[name]: tokens for name, tokens in found.items() if tokens}
 
     @_harmless(StepMetadata)
@@ -311,7 +314,10 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """MultiConnector calls this one if any of its connectors knows one group only."""
+        """Do the same for a single group.
+
+        MultiConnector calls this if one of its connectors supports only one group.
+        """
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_harmless(lambda: False)
@@ -320,7 +326,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Return whether vLLM should wait for blocks in place of preempting a request."""
+        """Return whether vLLM should wait for blocks instead of preempting a request."""
         return self._decides.freeing
 
     @_harmless(lambda: False)
@@ -341,7 +347,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         copied = {name: dict(values) for name, values in (data or {}).items()}
-        return KVLadderStats(data=copied)  # which is added to, while others read ``data``
+        return KVLadderStats(data=copied)  # a copy: vLLM adds to it while others read ``data``
 
     @classmethod
     def build_prom_metrics(

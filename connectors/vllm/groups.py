@@ -1,8 +1,8 @@
-"""vLLM's groups of KV cache: what kind each is, and which of its blocks a prefix needs.
+"""vLLM's KV cache groups: the kind of each, and the blocks of it that a prefix needs.
 
-Layers whose blocks have one table are a group: all of them where a model has one kind of
-attention, else one group for each kind, or several. A block of a group holds ``tokens`` tokens of
-its layers, or the state after so many.
+The layers of a group share one block table. A model with one kind of attention has one group for
+all layers; other models have one or several groups for each kind. A block of a group holds
+``tokens`` tokens of its layers, or the recurrent state after that number of tokens.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ _SECTION: Final = "attention_chunk_size"
 
 @dataclass(frozen=True)
 class VllmGroup:
-    """What the scheduler half knows of one group."""
+    """One KV cache group, as the scheduler half sees it."""
 
     index: int
-    """Its position among vLLM's."""
+    """Position among vLLM's groups."""
     kind: Kind
     tokens: int
     """Tokens per block."""
     hashes: int
     """vLLM's hashes per block."""
     reach: int = 0
-    """Window: how many tokens before the next one it reads. Local: tokens of one section."""
+    """Window: number of tokens that it reads before the next one. Local: tokens of one section."""
     handed: bool = False
-    """Whether vLLM hands over what is to be saved: a state that is not kept in the table."""
+    """True if vLLM hands over each state to save, because the block table does not keep it."""
     mark: int = 0
-    """What is added, bit by bit without carry, to a block's hash to name this group's block.
+    """Constant of 256 bits that is combined (XOR) with a block's hash to form its key.
 
-    Another constant of 256 bits for each group but the first: two groups' blocks never share a
-    name, and two names of one group are equal only if the hashes are.
+    It is 0 for the first group, and differs between groups. So blocks of two groups never share a
+    key, and two keys of one group are equal only if the hashes are.
     """
 
     def first(self, end: int) -> int:
-        """The first block that is read once ``end`` tokens are computed, as vLLM counts it."""
+        """Return the first block that is read once ``end`` tokens are computed, as vLLM counts."""
         if self.kind == "window":
             return max(0, end - self.reach) // self.tokens
         if self.kind == "local":
@@ -66,9 +66,9 @@ class VllmGroup:
     def keys(
         self, hashes: Sequence[bytes], start: int, end: int, *, mark: int = 0
     ) -> list[BlockKey]:
-        """Names of blocks ``start <= n < end``, as far as ``hashes``, vLLM's, go.
+        """Return the keys of blocks ``start <= n < end``, as far as vLLM's ``hashes`` reach.
 
-        ``mark`` is added to the group's own.
+        ``mark`` is combined (XOR) with the group's own.
         """
         chosen = hashes[(start + 1) * self.hashes - 1 : end * self.hashes : self.hashes]
         return cast("list[BlockKey]", marked(chosen, self.mark ^ mark))
@@ -82,31 +82,33 @@ class VllmGroups(tuple[VllmGroup, ...]):
 
     @cached_property
     def step(self) -> int:
-        """Tokens between two ends of prefixes that every group can serve."""
+        """Distance in tokens between two prefix ends that every group can serve."""
         return lcm(*(group.tokens for group in self))
 
     def aligned(self, tokens: int) -> int:
-        """The last such end within the first so many tokens."""
+        """Return the last such end that is not beyond ``tokens``."""
         return tokens // self.step * self.step
 
     @cached_property
     def whole(self) -> list[VllmGroup]:
-        """The groups that keep every block of a prefix."""
+        """The groups that need every block of a prefix."""
         return [group for group in self if group.kind == "full"]
 
     @cached_property
     def partial(self) -> list[VllmGroup]:
-        """The others: they read a part that depends on where the prefix ends."""
+        """The other groups: they read a part that depends on where the prefix ends."""
         return [group for group in self if group.kind != "full"]
 
     def useful(self, group: VllmGroup, interval: int | None, ends: Sequence[int]) -> Wanted:
-        """Whether a block can be read by a later request; for groups that are not whole.
+        """Return a function that tells whether a later request may read a block.
+
+        For groups that are not whole.
 
         Parameters
         ----------
         interval:
-            vLLM's ``prefix_cache_retention_interval``: None, prefixes may end at any step; else
-            only at its multiples, if it is not 0, and at ``ends``.
+            vLLM's ``prefix_cache_retention_interval``. With None, prefixes may end at any step.
+            Otherwise they end only at ``ends`` and, if it is not 0, at its multiples.
         """
         every = self.step if interval is None else interval
         if every == group.tokens:
@@ -122,7 +124,7 @@ class VllmGroups(tuple[VllmGroup, ...]):
 
     @cached_property
     def main(self) -> VllmGroup:
-        """The one that stands for a prefix where one must: of full attention if there is any."""
+        """The group used where one must stand for all: of full attention if there is any."""
         return next(iter(self.whole), self[0])
 
 
@@ -132,7 +134,8 @@ def groups_of(kv_cache_config: Any, *, model: str) -> VllmGroups:
     Raises
     ------
     LayoutError
-        One of them is of a kind that is not supported; names the model, the kind and its layers.
+        The kind of a group is not supported (the error names the model, the kind and its layers),
+        or its block size is not a multiple of vLLM's hash block size.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     hashed = getattr(kv_cache_config, "hash_block_size", None) or min(s.block_size for s in specs)
@@ -157,7 +160,7 @@ def groups_of(kv_cache_config: Any, *, model: str) -> VllmGroups:
 
 
 def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
-    """Hashes of 256 bits with a mark of as many."""
+    """Return hashes of 256 bits, each combined (XOR) with a mark of the same size."""
     if not mark:
         return list(hashes)
     return [(int.from_bytes(one) ^ mark).to_bytes(32) for one in hashes]
@@ -165,20 +168,20 @@ def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
 
 @cache
 def mark_of(index: int) -> int:
-    """See ``VllmGroup.mark``."""
+    """Return the mark of a group; see ``VllmGroup.mark``."""
     if not index:
         return 0
     return int.from_bytes(hashlib.sha256(f"kvladder group {index}".encode()).digest())
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """The specification that vLLM has for each layer of a group, in order."""
+    """Return vLLM's specification for each layer of a group, in order."""
     own: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return {name: own.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
 def _kind(group: Any, model: str) -> tuple[Any, Kind]:
-    """A group's specification and kind; all its layers have the same."""
+    """Return a group's specification and kind; all its layers must be of one kind."""
     specs = [*layer_specs(group).values()] or [group.kv_cache_spec]
     names = sorted({type(spec).__name__ for spec in specs})
     first = specs[0]

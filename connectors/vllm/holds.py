@@ -12,16 +12,16 @@ from kvladder.gpu.copy.copier import CopyJob, JobId
 class Holds:
     """References in vLLM's block pool to the blocks that saves in flight read.
 
-    Model runner V2 zeroes and copies blocks before it calls the connector's worker half, which
-    then fences too late. A block with a reference is not free, so vLLM gives it to no request.
+    Model runner V2 zeroes and copies blocks before it calls the connector's worker half. A fence
+    there comes too late. A block with a reference is not free, so vLLM gives it to no request.
 
-    Holding only makes saves succeed. The worker half itself refuses a save whose block may have
-    been overwritten, so holds may end at any time.
+    Holding only makes saves succeed. The worker half itself refuses a save if its block may
+    have been overwritten, so holds may end at any time.
 
     Parameters
     ----------
     wanted:
-        False holds nothing.
+        False disables all holds.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -34,7 +34,7 @@ class Holds:
         """Take vLLM's block pool.
 
         Its prefix cache can be reset only while no block has a reference, and vLLM calls no hook
-        before. So the pool's own method is wrapped to release the holds first.
+        before a reset. So this method wraps the pool's reset to release the holds first.
         """
         if not self._wanted:
             return
@@ -71,5 +71,5 @@ class Holds:
 
     @property
     def pending(self) -> bool:
-        """Whether a block becomes free when its saves end."""
+        """True if a block is held by saves alone, and becomes free when they end."""
         return any(self._pool.blocks[n].ref_cnt == count for n, count in self._counts.items())

@@ -1,4 +1,4 @@
-"""What users say: of the connector when an engine starts, and of its blocks with a request."""
+"""Settings from users: the connector's own at engine start, and parameters of each request."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ WHERE = "kv_connector_extra_config"
 
 
 class VllmOptions(ExtraOptions, frozen=True, kw_only=True):
-    """The connector's own settings; all others are those of a stack."""
+    """The connector's own settings; all other settings belong to the stack."""
 
     load: Literal["async", "sync", "layers"] = "async"
-    """Whether blocks come in between the engine's steps, or before the step that reads them.
+    """The time when blocks are loaded.
 
-    ``layers``: while its layers are computed, where that takes as long as copying them.
+    ``async``: between the engine's steps. ``sync``: before the step that reads them. ``layers``:
+    while that step computes its layers, if computing takes at least as long as copying.
     """
     save_decode: bool = True
-    """Whether blocks of generated tokens are saved, too."""
+    """True if blocks of generated tokens are also saved."""
     on_reset: Literal["forget", "keep"] = "forget"
-    """What becomes of blocks that no other engine has when vLLM resets the connector's cache."""
+    """The action for blocks that no other engine has, when vLLM resets the connector's cache."""
     map_priority: Count = 0
-    """Points of our priority that one step of vLLM's is worth; 0 leaves vLLM's out."""
+    """Points of kvladder's priority for one step of vLLM's priority; 0 ignores vLLM's."""
 
 
 def parse(extra: Mapping[str, Any]) -> tuple[VllmOptions, StackConfig]:
-    """Read and check everything.
+    """Read and check the connector's settings and the stack.
 
     Raises
     ------
     ConfigError
-        A key is unknown (the nearest is named), a value is wrong, or there is no stack.
+        A key is unknown (the error names the nearest one), a value is wrong, no stack is given,
+        or the stack publishes events itself.
     """
     options, config = parse_extra(extra, VllmOptions, WHERE)
     if config.events.publish is not None:
@@ -55,10 +57,10 @@ def parse(extra: Mapping[str, Any]) -> tuple[VllmOptions, StackConfig]:
 REQUEST = "kv_transfer_params.kvladder"
 SECONDS_MAX = 1e9
 TEXT_MAX = 400
-"""Characters of a warning: what is wrong comes from outside."""
+"""Maximum length of a warning in characters, since it quotes text from clients."""
 
 PREFETCH_MAX = 16
-"""Sessions that one request may name."""
+"""Maximum number of sessions in one request's ``prefetch``."""
 
 SessionName = Annotated[
     str,
@@ -68,7 +70,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX, description="secon
 
 
 class Tiers(Settings, frozen=True, kw_only=True):
-    """Levels by name; None stands for all of them."""
+    """Names of the levels that a request loads from and stores to; None stands for all levels."""
 
     load: tuple[str, ...] | None = None
     store: tuple[str, ...] | None = None
@@ -82,26 +84,29 @@ class _Range(Settings, frozen=True, kw_only=True):
 
 
 class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
-    """What a request says, and so what is done to its blocks."""
+    """The parameters of a request that decide how its blocks are handled."""
 
     priority: Priority | None = None
     decode_priority: Priority | None = None
     decode_duration_s: Seconds | None = None
     retention: tuple[tuple[Any, ...], ...] = ()
-    """``[start, end or null, priority, duration in seconds or null]``, in tokens of the prompt."""
+    """Ranges ``[start, end or null, priority, duration in seconds or null]``.
+
+    ``start`` and ``end`` count tokens of the prompt.
+    """
     ttl_s: Seconds | None = None
     session: SessionName | None = None
     pin_s: Seconds | None = None
-    """For so long its blocks are worth more than any others."""
+    """Seconds during which its blocks have the highest priority."""
     end_session: bool = False
-    """Whether this is the session's last request."""
+    """True if this is the session's last request."""
     prefetch: tuple[SessionName, ...] = ()
-    """Sessions whose next request is about to come."""
+    """Sessions that will soon send their next request."""
     tiers: Tiers = Tiers()
     save: bool | None = None
-    """None saves, unless the engine is a consumer."""
+    """True if its blocks are saved. None saves them, unless the engine is a consumer."""
     save_decode: bool | None = None
-    """None takes the connector's setting."""
+    """True if blocks of its generated tokens are saved. None uses the connector's setting."""
 
     def __post_init__(self) -> None:
         if self.end_session and self.session is None:
@@ -113,11 +118,14 @@ class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
         if len(self.prefetch) > PREFETCH_MAX:
             what = f"{len(self.prefetch)} sessions"
             raise ConfigError(what, path="prefetch", hint=f"expected {PREFETCH_MAX} at most")
-        _ = self.retained  # which is checked as it is made
+        _ = self.retained  # building it checks the values
 
     @cached_property
     def retained(self) -> Retention | None:
-        """None if nothing was said: new blocks get the default, cached ones keep theirs."""
+        """The priorities of its blocks; None if the request gives no priority.
+
+        Without any, new blocks get the default, and cached blocks keep theirs.
+        """
         if self.pin_s is not None:
             pinned = RetentionRange(0, None, PRIORITY_MAX, self.pin_s)
             return Retention((pinned,), PRIORITY_MAX, self.pin_s)
@@ -135,7 +143,10 @@ class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
     def priorities(
         self, first_block: int, blocks: int, *, block_tokens: int, prompt_tokens: int
     ) -> list[tuple[int, float | None]] | None:
-        """Priority and its duration in seconds of consecutive blocks; None: nothing was said."""
+        """Return priority and its duration in seconds for each of some consecutive blocks.
+
+        None if the request gives no priority.
+        """
         if self.retained is None:
             return None
         wanted = range(first_block, first_block + blocks)
@@ -165,9 +176,10 @@ class Policies:
     Parameters
     ----------
     map_priority:
-        How many points of our priority one step of vLLM's is worth; 0 leaves it out.
+        Points of kvladder's priority for one step of vLLM's priority; 0 ignores vLLM's.
     notices:
-        Says what is wrong with parameters, once a minute: a client may send them with each request.
+        Reports wrong parameters at most once a minute, since a client may send them with each
+        request.
     """
 
     def __init__(self, config: StackConfig, *, map_priority: int, notices: Notices) -> None:
@@ -175,12 +187,13 @@ class Policies:
         self._map = map_priority
         self._notices = notices
         self._plain: dict[int | None, RequestPolicy] = {}
-        """Of requests that say nothing, by vLLM's priority as ours."""
+        """Policies of requests without parameters, by vLLM's priority mapped to ours."""
 
     def of(self, request: Any) -> RequestPolicy:
-        """The policy of a vLLM request; if its parameters are wrong, a notice and none of them.
+        """Return the policy of a vLLM request.
 
-        Never raises because of what a request says.
+        If its parameters are wrong, report that, and return the policy without them. No parameter
+        makes this method raise.
         """
         given: object = getattr(request, "kv_transfer_params", None)
         raw: object = given.get("kvladder") if is_mapping(given) else None
@@ -196,19 +209,19 @@ class Policies:
             return self._plain[mapped]
 
     def plain(self, request: Any) -> RequestPolicy:
-        """The policy of a request that says nothing."""
+        """Return the policy that the request would have without parameters."""
         return self._plain[self._mapped(getattr(request, "priority", 0))]
 
     def refuse(
         self, request: Any, error: ConfigError, what: str = "its kvladder parameters are"
     ) -> None:
-        """Say that the parameters of a request are wrong, and what is ignored of them."""
+        """Report that a request's parameters are wrong, and which of them are ignored."""
         text = f"request {request.request_id}: {error}: {what} ignored"
         printable = "".join(c if c.isprintable() else "?" for c in text)
         self._notices.say("parameters", printable[:TEXT_MAX])
 
     def _mapped(self, priority: int) -> int | None:
-        """VLLM's priority, where lower goes first, as ours; None if it is left out."""
+        """Return vLLM's priority (lower is first) as kvladder's; None if it is ignored."""
         if not self._map:
             return None
         return max(0, min(PRIORITY_MAX, PRIORITY_DEFAULT - self._map * priority))
@@ -228,9 +241,9 @@ class Policies:
 
 
 def _require_text_keys(raw: object, path: str) -> None:
-    """Refuse what cannot come from JSON, before anybody looks closer."""
+    """Raise ConfigError if a value has keys or numbers that JSON cannot have."""
     if is_mapping(raw):
-        keyed: dict[Any, object] = raw  # whatever its keys are
+        keyed: dict[Any, object] = raw  # keys of any type
         for key, value in keyed.items():
             if not isinstance(key, str):
                 raise ConfigError(shown(path, key), path=path, hint="expected keys that are text")

@@ -1,4 +1,4 @@
-"""Makes the connector known to vLLM by name; loaded in each of vLLM's processes at start."""
+"""Registers the connector with vLLM by name; each vLLM process loads this module at start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ NAME = "KVLadderConnector"
 
 
 def register() -> None:
-    """Register the connector under its name; nothing else is imported before it is used."""
+    """Register the connector under its name; its module is imported only when it is used."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    with suppress(ValueError):  # registered before
+    with suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(NAME, "kvladder.connectors.vllm", NAME)

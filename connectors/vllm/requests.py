@@ -1,6 +1,6 @@
-"""What the scheduler half knows of vLLM's requests.
+"""The scheduler half's state of vLLM's requests.
 
-How their blocks are named, what the cache has for them, and what is left to compute.
+It covers the keys of their blocks, what the cache has for them, and what is left to compute.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.schema import is_mapping
 
 ADAPTER_STEPS = 10
-"""How many steps a request waits until all ranks have its adapter in memory; usually one."""
+"""Maximum number of steps that a request waits for all ranks to have its adapter; usually one."""
 ROUNDS_MAX = 8
-"""How often a prefix is shortened because a tier did not give what it was thought to have."""
+"""A search gives up when tiers have failed to deliver its prefix this number of times."""
 
 Keys = Callable[[VllmGroup, int, int], list[BlockKey]]
-"""Names of a request's blocks ``start <= n < end`` of a group."""
+"""Returns the keys of a request's blocks ``start <= n < end`` in a group."""
 
 
 @dataclass
 class Held:
-    """The blocks of one group that are pinned, or on their way."""
+    """The blocks of one group that a search pins or fetches."""
 
     first: int
-    """Position of the first of them."""
+    """Position of the first of these blocks in the request."""
     wanted: int
     match: Fetch
 
@@ -46,24 +46,25 @@ class Held:
 class Find:
     """A search for blocks after the first ``own`` tokens, up to token ``limit``.
 
-    Groups of full attention are looked up first, since they serve only what has no hole. The others
-    need what their kind of attention reads at the end of that prefix: where this is not there, the
-    prefix gives way until it is. All of it is looked up in memory; what lies below host is then
-    fetched, and the search shortens itself if a tier does not deliver.
+    Groups of full attention are looked up first, because they can serve only a prefix without a
+    hole. The other groups need the blocks that their kind of attention reads at the end of that
+    prefix. If these are missing, the prefix is shortened until they are not. All lookups are in
+    memory. Then the search fetches the blocks below host. If a tier does not deliver, it shortens
+    the prefix again.
 
     Parameters
     ----------
     groups, keys:
-        What to look for.
+        The groups to look in, and the keys to look for.
     match:
-        Pins the longest cached prefix of some keys, as far as that is faster than computing what
-        it saves; see ``Connector.match``.
+        Pins the longest cached prefix of some keys, as far as loading it is faster than computing;
+        see ``Connector.match``.
     lookup:
-        How many leading ones of some keys are cached.
+        Returns the number of leading keys that are cached.
     own, limit:
         Multiples of ``groups.step``.
     behind:
-        Tokens of other requests that are computed before.
+        Tokens of other requests that the engine computes first.
     """
 
     def __init__(
@@ -84,28 +85,28 @@ class Find:
         self._behind = behind
         self.own = own
         self.end = limit
-        """Where the prefix ends, in tokens; final once ``done``."""
+        """End of the prefix in tokens; final once ``done``."""
         self.held: dict[int, Held] = {}
         self._rounds = 0
         self._done = False
         self._begin()
         self.unasked = limit - self.end
-        """Tokens that were not even asked for, since nobody has them."""
+        """Number of tokens up to ``limit`` that were not fetched, because no level has them."""
 
     @property
     def pins(self) -> int:
-        """How many blocks this search pins, or may come to pin."""
+        """Number of blocks that this search pins, or will pin if its fetches succeed."""
         return sum(
             held.match.blocks if held.match.done else held.wanted for held in self.held.values()
         )
 
     @property
     def done(self) -> bool:
-        """Whether the answer is final; asks the matches."""
+        """True if the answer is final. Reading it polls the matches."""
         while not self._done:
             whole = (self.held[g.index].match for g in self._groups.whole if g.index in self.held)
             if any(match.done and not match.blocks for match in whole):
-                self.release()  # what other groups have is of no use alone
+                self.release()  # the blocks of other groups are useless alone
                 return True
             if not all(held.match.done for held in self.held.values()):
                 return False
@@ -113,20 +114,20 @@ class Find:
         return True
 
     def release(self) -> None:
-        """Unpin everything. May be called again."""
+        """Unpin all blocks, and end the search without a hit. May be called again."""
         for held in self.held.values():
             held.match.release()
         self.held.clear()
         self.end, self._done = self.own, True
 
     def take(self) -> dict[int, Held]:
-        """Hand over what is pinned to the caller, who releases it."""
+        """Hand the pinned blocks over to the caller, which releases them."""
         taken, self.held = self.held, {}
         self.end, self._done = self.own, True
         return taken
 
     def _begin(self) -> None:
-        """Look the prefix up, and fetch it."""
+        """Look up the longest prefix, and begin to fetch it."""
         for group in self._groups.whole:
             self._shorten(group)
         while self._groups.partial and self.own < self.end:
@@ -146,18 +147,18 @@ class Find:
                 self.held[group.index] = Held(start, len(keys), match)
 
     def _saves(self, group: VllmGroup, start: int, end: int) -> AvoidedCompute:
-        """What need not be computed if these blocks come, the other groups' provided."""
+        """Return what the engine need not compute if these blocks and the other groups' come."""
         if group in self._groups.partial:
             return AvoidedCompute(self.end - self.own, whole=True, behind=self._behind)
         return AvoidedCompute((end - start) * group.tokens, behind=self._behind)
 
     def _needed(self, group: VllmGroup) -> tuple[int, int]:
-        """The blocks of a group, from ``own`` on, that a prefix up to ``end`` reads."""
+        """Return the range of a group's blocks from ``own`` on that a prefix to ``end`` reads."""
         start = max(group.first(self.end), self.own // group.tokens)
         return start, self.end // group.tokens
 
     def _shorten(self, group: VllmGroup) -> None:
-        """Let the prefix end before the first block that it needs and that is not cached."""
+        """End the prefix before the first block that the group needs and no level has."""
         start, end = self._needed(group)
         if start < end and group.index not in self.held:
             found = self._lookup(self._keys(group, start, end))
@@ -165,7 +166,7 @@ class Find:
                 self.end = self._groups.aligned((start + found) * group.tokens)
 
     def _settle(self) -> None:
-        """Every match has its answer: take it, or look for a shorter prefix."""
+        """Take the answers of all matches; search again if they allow only a shorter prefix."""
         before = self.end
         for group in self._groups:
             held = self.held.get(group.index)
@@ -179,7 +180,7 @@ class Find:
         if self.end == self.own or self._rounds == ROUNDS_MAX:
             self.release()
             return
-        for group in self._groups.partial:  # they were fetched for the end of a longer prefix
+        for group in self._groups.partial:  # their blocks belong to the end of the longer prefix
             held = self.held.pop(group.index, None)
             if held is not None:
                 held.match.release()
@@ -188,81 +189,81 @@ class Find:
 
 @dataclass
 class RequestState:
-    """What is known of one request."""
+    """The state of one request."""
 
     request: Any
     groups: VllmGroups
     adapter: bytes | None = b""
-    """Digest of its LoRA adapter as it is in memory, empty without one; None until it is known."""
+    """Digest of its LoRA adapter in the ranks' memory; empty without one, None if not known yet."""
     items: Items | None = None
     """The images, sounds and videos in its prompt."""
     policy: RequestPolicy = NO_POLICY
     waited: int = 0
-    """How many steps it has waited for that digest."""
+    """Number of steps it has waited for that digest."""
     saved: list[int] = field(default_factory=list[int])
-    """By group, how many of its leading blocks were offered to the cache."""
+    """Number of its leading blocks that were offered to the cache, by group."""
     floors: list[int] = field(default_factory=list[int])
-    """By group, the lowest priority among those blocks."""
+    """Lowest priority among those blocks, by group."""
     due: float = 0
-    """Below so many computed tokens there is no other block to offer."""
+    """Number of computed tokens below which it has no new block to offer."""
     find: Find | None = None
-    """What the cache has for it, from the time it was looked for until it is loaded."""
+    """The search for its blocks, from the first lookup until they are loaded."""
     left: int = 0
-    """How many of its tokens wait to be computed; see ``Computing``."""
+    """Number of its tokens that wait to be computed; see ``Computing``."""
     unasked: int = 0
-    """How many tokens were looked up for it in vain the last time."""
+    """Number of tokens that the last search found in no level."""
     pins: int = 0
-    """How many blocks ``find`` counts for while it waits."""
+    """Number of blocks that ``find`` pins, as last counted."""
     own: int = 0
-    """How many tokens vLLM had itself when it asked the last time."""
+    """Number of its tokens that vLLM had itself when it last asked."""
     told: int = 0
-    """Up to where it has tokens that it asked behind, or that were loaded."""
+    """Number of leading tokens that vLLM had when it last asked, plus those loaded since."""
     answer: tuple[int, int] | None = None
-    """How many tokens vLLM has itself, and how many more it was told that the cache has."""
+    """Number of tokens that vLLM has itself, and number of further tokens that the cache has."""
     sync: bool = False
-    """Whether the step that computes the rest waits for what the cache has."""
+    """True if the step that computes the rest waits for the load."""
     loading: set[JobId] = field(default_factory=set[JobId])
-    """The copies that fill its blocks, one for each group."""
+    """The copies in flight that fill its blocks, one for each group."""
     sources: list[str] = field(default_factory=list[str])
-    """The levels that the blocks of the last load came from, in the main group."""
+    """The levels that served the last load, one for each block of the main group."""
     computes: bool = False
-    """Nothing is loaded for it: a load failed, and must not be tried for ever."""
+    """True if nothing is loaded for it any more: a load failed, and is not retried."""
     apart: bool = False
-    """Nothing is saved for it either: its blocks cannot be named."""
+    """True if nothing is loaded or saved for it any more: its blocks cannot be named."""
     begun: bool = False
-    """Whether it has, or had, blocks in vLLM's memory."""
+    """True if it has, or had, blocks in vLLM's memory."""
 
     mark: Callable[[], int] = int
-    """What is added to names for weights that are not those at start."""
+    """Returns the mark in all keys for the current weights; 0 for those at start."""
     describe: Callable[[Any, int, int, Sequence[BlockKey]], None] | None = None
-    """Told of the request, the group, the position of the first and the names of its blocks."""
+    """Callback for named blocks: request, group, position of the first block, and the keys."""
 
     def __post_init__(self) -> None:
         self.offer_again()
         self.floors = [PRIORITY_MAX] * len(self.groups)
 
     def offer_again(self) -> None:
-        """Its blocks are offered to the cache from the first one on."""
+        """Offer its blocks to the cache again, starting with the first one."""
         self.saved = [0] * len(self.groups)
         self.due = 0
 
     @property
     def lora(self) -> Any:
-        """The LoRARequest that vLLM has of it; None without an adapter."""
+        """Its LoRARequest in vLLM; None without an adapter."""
         return getattr(self.request, "lora_request", None)
 
     @property
     def number(self) -> int:
-        """The number of its adapter, 0 without one."""
+        """The number of its adapter; 0 without one."""
         return 0 if self.lora is None else int(self.lora.lora_int_id)
 
     @property
     def salt(self) -> str:
-        """Whose its blocks are."""
+        """Its cache salt, which separates owners of blocks; empty without one."""
         return getattr(self.request, "cache_salt", None) or ""
 
     def loaded(self, job_id: JobId, *, ok: bool) -> None:
-        """A copy has ended; unless it was well, all of the request is computed and saved."""
+        """Record the end of a copy; if it failed, compute and save the whole request."""
         if job_id in self.loading:
             self.loading.discard(job_id)
             if not ok:
@@ -270,10 +271,10 @@ class RequestState:
                 self.offer_again()
 
     def keys(self, group: VllmGroup, start: int, end: int) -> list[BlockKey]:
-        """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
+        """Return the keys of a group's blocks ``start <= n < end`` that vLLM has hashed already.
 
-        vLLM's hash covers tokens, salt, what multimodal items are called, and of an adapter name
-        and path; what the items and the adapter's weights are is added here.
+        vLLM's hash covers the tokens, the salt, the identifiers of multimodal items, and the name
+        and path of an adapter. The contents of the items and of the adapter are added here.
         """
         assert self.adapter is not None
         keys = group.keys(self.request.block_hashes, start, end, mark=self.mark())
@@ -286,7 +287,10 @@ class RequestState:
         return keys
 
     def read(self, end: int) -> Iterator[list[BlockKey]]:
-        """By group, the names of what is read once ``end`` tokens are computed."""
+        """Yield, by group, the keys of the blocks that are read once ``end`` tokens are computed.
+
+        Groups without such blocks are left out.
+        """
         for group in self.groups:
             keys = self.keys(group, group.first(end), end // group.tokens)
             if keys:
@@ -294,7 +298,7 @@ class RequestState:
 
 
 def held_by_vllm(pool: Any, request: Any, group: VllmGroup, end: int) -> int:
-    """How many of a request's first ``end`` tokens are in vLLM's own prefix cache now, about."""
+    """Estimate how many of a request's first ``end`` tokens vLLM's own prefix cache has now."""
     find = getattr(pool, "get_cached_block", None)
     if find is None or group.hashes > 1 or group.kind != "full":
         return 0
@@ -307,30 +311,31 @@ def held_by_vllm(pool: Any, request: Any, group: VllmGroup, end: int) -> int:
 
 
 DECODES = 16
-"""How many steps without a prompt are remembered."""
+"""Number of recent decode-only steps for which the duration is kept."""
 
 
 class _Begun(NamedTuple):
-    """A step under way."""
+    """A step in flight."""
 
     at_s: float
     prompt_tokens: int
     decodes: bool
-    """Whether it computes one token of each request."""
+    """True if it computes only one token of each request."""
 
 
 class Computing:
-    """Measures the engine's steps.
+    """Measures the time that the engine's steps take to compute prompts.
 
-    A step takes from its scheduling, or the end of the step before, until it is reported to have
-    ended. What one that only decodes takes is taken off those that compute prompts, too.
+    A step's time begins when it is scheduled, or when the step before it ends if that is later. It
+    ends with the report of the step's end. From a step with prompt tokens, the median time of
+    decode-only steps is subtracted.
 
     Parameters
     ----------
     now:
-        Monotonic seconds.
+        Returns monotonic seconds.
     prefilled:
-        Told tokens and seconds; see ``CacheManager.prefilled``.
+        Called with prompt tokens and seconds; see ``CacheManager.prefilled``.
     """
 
     def __init__(self, now: Callable[[], float], prefilled: Callable[[int, float], None]) -> None:
@@ -341,15 +346,18 @@ class Computing:
         self._steps = 0
         self._ended_s = 0.0
         self.waiting = 0
-        """Tokens of requests that are neither computed nor loaded yet."""
+        """Number of tokens of all requests that are neither computed nor loaded yet."""
 
     def expect(self, state: RequestState, tokens: int) -> None:
-        """So many tokens of a request are left to compute."""
+        """Set the number of tokens that a request has left to compute."""
         self.waiting += tokens - state.left
         state.left = tokens
 
     def begin(self, scheduled: Sequence[tuple[RequestState | None, int]], *, timed: bool) -> int:
-        """A step computes so many tokens of these requests: its number, 0 if it is not timed."""
+        """Record that a step begins; return its number, or 0 if it is not timed.
+
+        ``scheduled`` has each request's state, or None, and its number of tokens in the step.
+        """
         prompt_tokens, decodes = 0, True
         for state, count in scheduled:
             decodes = decodes and count == 1
@@ -364,7 +372,7 @@ class Computing:
         return self._steps
 
     def end(self, number: int) -> None:
-        """The step of this number has ended."""
+        """Record that the step with this number has ended. Unknown numbers are ignored."""
         begun = self._begun.get(number)
         if begun is None:
             return
@@ -380,10 +388,10 @@ class Computing:
 
 
 def reads(request: Any, *, handed_over: bool) -> bool:
-    """Return whether a request's blocks are looked for.
+    """Return whether the cache is searched for a request's blocks.
 
-    They are not if it says so, nor where the connector beside this one, if requests may be
-    ``handed_over`` to it, brings all of them.
+    It is not if the request opts out. Nor is it if another connector loads all of its blocks from
+    a remote prefill; ``handed_over`` says that such a connector may stand beside this one.
     """
     if request.skip_reading_prefix_cache:
         return False
@@ -394,8 +402,8 @@ def reads(request: Any, *, handed_over: bool) -> bool:
 def waits_for_adapter(state: RequestState, weights: Weights, notices: Notices) -> bool:
     """Return whether a request has to wait until all ranks have its adapter in memory.
 
-    Nothing else tells what it would compute with. After ``ADAPTER_STEPS`` it is computed without
-    the cache, and its blocks have no names.
+    Only the adapter in memory tells what the request computes with. After ``ADAPTER_STEPS`` steps
+    it is computed without the cache, and its blocks have no keys.
     """
     if state.lora is None or state.apart or weights.adapter(state.number) is not None:
         return False

@@ -1,4 +1,4 @@
-"""Which blocks the scheduler half saves after a step."""
+"""Chooses the blocks that the scheduler half saves after a step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
 
 class Writes:
-    """Collects them from one step to the next."""
+    """Collects, from one step to the next, the blocks that vLLM may write to."""
 
     def __init__(self, groups: VllmGroups) -> None:
         self._groups = groups
         self._given: list[int] = []
 
     def give(self, tables: Sequence[Sequence[int]], own: int) -> None:
-        """A request has got its blocks, by group, and needs what follows its ``own`` tokens.
+        """Add the blocks, by group, that a request got for what follows its ``own`` tokens.
 
-        Whether it computes that, or waits while we or another connector load it, is not known.
+        They may be written by computing, or by a load of this or another connector.
         """
         for group in self._groups:
             self._given += tables[group.index][own // group.tokens :]
 
     def take(self, output: Any) -> Iterable[int]:
-        """The blocks that were given since the last step was made, and those that this one says."""
+        """Return the blocks given since the last step, and those that this step may write to."""
         given, self._given = self._given, []
         return chain(given, written(self._groups, output))
 
 
 def written(groups: VllmGroups, output: Any) -> Iterator[int]:
-    """Blocks that a step may write to and no step before wrote to for the same request."""
+    """Yield the blocks that a step may write to, and no earlier step of the same request did."""
     for new in output.scheduled_new_reqs:
         for group in groups:
             yield from new.block_ids[group.index][new.num_computed_tokens // group.tokens :]
@@ -46,7 +46,7 @@ def written(groups: VllmGroups, output: Any) -> Iterator[int]:
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
         if tables:
-            resumed = request_id in cached.resumed_req_ids  # then they are the whole tables
+            resumed = request_id in cached.resumed_req_ids  # then ``tables`` has all its blocks
             for group in groups:
                 yield from tables[group.index][computed // group.tokens if resumed else 0 :]
     yield from output.new_block_ids_to_zero or ()
@@ -60,9 +60,10 @@ def copies_of(output: Any) -> Sequence[Any]:
 
 
 def part_tails(states: Mapping[str, RequestState], output: Any) -> None:
-    """Set requests apart that begin with a part of a block of vLLM's own, made by other weights.
+    """Exclude requests from the cache that begin with part of a block made by other weights.
 
-    They asked behind whole blocks: vLLM says of no others that it has them itself.
+    Such a part is in vLLM's own prefix cache. When vLLM asked the connector it counted only whole
+    blocks, so the request now begins with more tokens than vLLM told.
     """
     cached = output.scheduled_cached_reqs
     begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -75,18 +76,18 @@ def part_tails(states: Mapping[str, RequestState], output: Any) -> None:
 
 
 class Saver:
-    """Begins to save what a step completes.
+    """Begins to save the blocks that a step completes.
 
     Parameters
     ----------
     default:
-        Whether blocks of requests that do not say it are saved.
+        True to save the blocks of requests that do not set ``save``.
     decode:
-        Whether blocks of generated tokens are saved, too.
+        True to also save blocks of generated tokens, if the request does not set it.
     interval:
         vLLM's ``prefix_cache_retention_interval``.
     owners:
-        Takes, by copy, the number of its request's adapter, if it has one.
+        Receives, by copy, the number of its request's adapter, if it has one.
     """
 
     def __init__(
@@ -107,7 +108,10 @@ class Saver:
         self._owners = owners
 
     def full(self, state: RequestState, output: Any, computed: int) -> None:
-        """Save the blocks that are full once ``computed`` tokens are; note when to look again."""
+        """Begin to save the blocks that are full once ``computed`` tokens are computed.
+
+        ``state.due`` becomes the number of computed tokens at which to look again.
+        """
         request = state.request
         state.due = inf
         if not self._saves(state):
@@ -129,7 +133,7 @@ class Saver:
                 assert tables is not None
             blocks, keys = tables[group.index][start:full], state.keys(group, start, full)
             if group.kind == "full":
-                # vLLM's null block: nothing is kept from there on
+                # block 0 is vLLM's null block: save nothing from there on
                 chosen: Sequence[int] = range(blocks.index(0) if 0 in blocks else len(blocks))
             else:
                 ends = (
@@ -141,7 +145,7 @@ class Saver:
             self._save(state, group, start, keys, blocks, chosen)
 
     def _saves(self, state: RequestState) -> bool:
-        if state.policy.end_session:  # nobody comes back for what it adds
+        if state.policy.end_session:  # the session ends: no later request reads its blocks
             return False
         own = state.policy.save
         return self._default if own is None else own
@@ -159,12 +163,12 @@ class Saver:
         blocks: Sequence[int],
         chosen: Sequence[int],
     ) -> None:
-        """Begin to save the ``chosen`` of some consecutive blocks, as the request wishes.
+        """Begin to save the ``chosen`` of some consecutive blocks, with the request's options.
 
-        What a block's prefix is worth counts blocks that are not saved, too.
+        The floor of a block also counts the priorities of blocks before it that are not saved.
         """
         policy, request = state.policy, state.request
-        begin = 0 if group.handed else first  # states are not all offered one after the other
+        begin = 0 if group.handed else first  # states may be offered with gaps between them
         wanted = policy.priorities(
             begin,
             first - begin + len(keys),
@@ -191,7 +195,7 @@ class Saver:
         state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
-        """Save the states that vLLM says are exactly those after so many tokens."""
+        """Begin to save the states that vLLM hands over, each exact after a number of tokens."""
         offers: Mapping[str, Sequence[tuple[int, int, int]]] = (
             getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
         )

@@ -1,4 +1,4 @@
-"""The scheduler half of the vLLM connector: owns the cache, decides what is loaded and saved."""
+"""The scheduler half of the vLLM connector: it owns the cache, and decides on loads and saves."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from kvladder.metrics import Stats
 from kvladder.notices import Notices
 
 Tables = Sequence[Sequence[int]]
-"""By group, the blocks that a request has in vLLM."""
+"""A request's block table in vLLM for each group."""
 
 EARLY_SHARE = 0.5
-"""How much of the arena may be pinned before a request that arrives has to wait its turn."""
+"""Share of the arena's slots that may be pinned before new requests are not fetched early."""
 
 
 class SchedulerHalf:
-    """One per engine, called by its thread. Nothing here waits for a tier, but ``close``."""
+    """The scheduler half, one per engine, called by its thread. Only ``close`` waits for tiers."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class SchedulerHalf:
         self._contents = contents_of(vllm_config)
         cache = getattr(vllm_config, "cache_config", None)
         self._waits = bool(getattr(cache, "enable_prefix_caching", False))
-        """Whether requests wait for what others load: they find it in vLLM's own prefix cache."""
+        """True if a request waits for another's load, to find it in vLLM's own prefix cache."""
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._filling: dict[str, frozenset[BlockKey]] = {}
-        """By request, the blocks that are being copied into vLLM's memory for it."""
+        """Keys of the blocks being copied into vLLM's memory, by request."""
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._owners: dict[JobId, int] = {}
-        """By copy of the step that is being made, the number of its request's adapter."""
+        """Number of the request's adapter, if it has one, by copy of the step being built."""
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
         self._v2 = runs_v2(vllm_config)
@@ -84,28 +84,28 @@ class SchedulerHalf:
         self._pins = 0
         self._awaited = False
         self._layered = False
-        """Whether a load of the step that is being made goes by layer."""
+        """True if the step being built has a load by layer."""
         scheduling = getattr(vllm_config, "scheduler_config", None)
         self._step_tokens: float = getattr(scheduling, "max_num_batched_tokens", inf)
         self._pool: Any = None
         self._attach: Attach | None = None
         self._beside: Any = None
-        """The worker half where it is in this process."""
+        """The worker half, if it is in this process."""
         self._connector: StepConnector | None = None
         self.events: KVEvents | None = None
-        """There while vLLM publishes KV events."""
+        """The KV events; None unless vLLM publishes them."""
 
     # ---- at start
 
     def start(self, ranks: Mapping[int, RankDescription], *, handed_over: bool = False) -> None:
         """Open the cache, now that every rank has described its KV tensors, and log it.
 
-        ``handed_over`` says whether a connector beside this one hands requests over.
+        ``handed_over`` is True if another connector, which may bring blocks itself, stands beside.
 
         Raises
         ------
         ConfigError
-            It cannot be had; says where, what and what instead.
+            The cache cannot be opened; says where, what and what instead.
         """
         layout, offsets = layout_of(
             ranks,
@@ -141,22 +141,22 @@ class SchedulerHalf:
         say_ready(manager, self._config)
 
     def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to see what it holds itself, and to hold what is saved."""
+        """Take vLLM's block pool, to look up what it holds and to hold the blocks of saves."""
         self._pool = block_pool
         self._holds.bind(block_pool)
 
     @property
     def connector(self) -> StepConnector:
-        """The loads and saves; there once all workers described their KV tensors."""
+        """The loads and saves; raises ConfigError before all workers described their tensors."""
         if self._connector is None:
             what = "this vLLM has not handed over what its workers described"
             raise ConfigError(what, hint="use vLLM 0.32 or later")
         return self._connector
 
-    # ---- a request's way
+    # ---- the life of a request
 
     def arrived(self, request: Any) -> None:
-        """A request is new: begin to bring up what the cache has for it."""
+        """Record a new request, and begin to fetch what the cache has for it."""
         self.settle()
         policy, items = self._policies.of(request), self._contents.of(request)
         policy = begin_in_session(self.connector, self._policies, request, policy)
@@ -173,7 +173,7 @@ class SchedulerHalf:
         self._computing.expect(state, request.num_tokens)
 
     def _early(self, state: RequestState) -> None:
-        """Begin to bring up what a new request will ask for, unless too much is pinned already."""
+        """Begin to fetch what a new request will ask for, unless too much is pinned already."""
         request, slots = state.request, self.connector.manager.arena.slots
         if not self._named(state) or not self._reads(request) or not self._usable:
             return
@@ -185,23 +185,23 @@ class SchedulerHalf:
             self._let_go(state)
 
     def _reads(self, request: Any) -> bool:
-        """Whether blocks are looked for: not for a producer, nor where another brings them all."""
+        """Return whether the cache is searched for its blocks: not by producers; see ``reads``."""
         return self._role != "kv_producer" and reads(request, handed_over=self._handed_over)
 
     def _named(self, state: RequestState) -> bool:
-        """Whether a request's blocks have names: not before its adapter is known."""
+        """Return whether a request's blocks have keys: not before its adapter is known."""
         if state.adapter is None and not state.apart:
             state.adapter = self._weights.adapter(state.number)
         return state.adapter is not None and not state.apart
 
     def _loadable(self, request: Any) -> int:
-        """How many of its tokens may come from the cache: one is always computed."""
+        """Return how many of its tokens may be loaded; at least one is always computed."""
         return self._groups.aligned(request.num_tokens - 1)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens after ``computed`` the cache has; None: ask again in the next step.
+        """Return how many tokens after ``computed`` the cache has, and whether the load is async.
 
-        Asked in every step in which the request could run, so the answer is kept.
+        None: ask again. vLLM asks in every step that could run the request, so the answer is kept.
         """
         state = self._states.get(request.request_id)
         found = 0 if state is None else self._answer(state, computed)
@@ -212,10 +212,10 @@ class SchedulerHalf:
         return found, not state.sync
 
     def _step_waits(self, left: int, found: int) -> bool:
-        """Whether the step that computes ``left`` tokens waits for those that were found.
+        """Return whether the step that computes ``left`` tokens waits for the ``found`` ones.
 
-        By layer it does where the copies hide behind computing. Where they take longer, others
-        that run would be held up; and a second load would begin when all of the first is there.
+        By layer, it waits if no other request is delayed, or if computing hides the copies. Only
+        one load per step goes by layer: a second one would begin only after all of the first.
         """
         if self._options.load != "layers":
             return self._options.load == "sync"
@@ -232,14 +232,14 @@ class SchedulerHalf:
         if waits_for_adapter(state, self._weights, self._notices):
             return None
         named = self._named(state)
-        # Other weights made what vLLM has of it: what follows that is of no weights' name.
+        # vLLM's blocks of it were made by other weights: no key fits what follows them.
         if computed and self._outdated(state):
             state.apart = True
         if state.computes or state.apart or not named or not self._reads(state.request):
             return 0
         if computed % self._groups.step:
             return 0
-        # No name is used before all ranks have looked at their weights.
+        # No key is used before all ranks have looked at their weights.
         if not self._weights.known:
             self._weights.awake()
             return None if self._weights.patient else 0
@@ -247,7 +247,7 @@ class SchedulerHalf:
             return 0
         if state.loading:
             return None
-        # It was not asked before, or vLLM has another part of it by now.
+        # vLLM asks for the first time, or has a different number of its tokens by now.
         if state.answer is None or state.answer[0] != computed:
             found = self._find(state, computed)
             if found is None:
@@ -255,7 +255,7 @@ class SchedulerHalf:
             state.answer = (computed, found)
             self.connector.manager.missed(state.unasked // self._groups.main.tokens)
         found = state.answer[1]
-        # Where another request's load is filling its first block, vLLM will have it itself.
+        # Another request's load may be filling its first block: then vLLM will have it itself.
         if found and self._filling:
             main, first = self._groups.main, computed // self._groups.main.tokens
             needed = state.keys(main, first, first + 1)
@@ -264,25 +264,25 @@ class SchedulerHalf:
         return found
 
     def _outdated(self, state: RequestState) -> bool:
-        """Whether vLLM's own prefix cache may have KV of other weights than a request's."""
+        """Return whether vLLM's own prefix cache may have KV of other weights than a request's."""
         return self._weights.outdated(self._own_cache, state.lora, state.adapter)
 
     @property
     def _usable(self) -> bool:
-        """Whether anything may be looked for or saved now."""
+        """True if keys may be used now: the weights are known, and no reset is in progress."""
         return self._weights.known and not self.connector.manager.resetting
 
     @property
     def _own_cache(self) -> object:
-        """The prefix cache that vLLM has itself: another object each time it has been emptied."""
+        """The prefix cache of vLLM itself; a new object each time it has been emptied."""
         return getattr(self._pool, "cached_block_hash_to_block", None)
 
     def _find(self, state: RequestState, own: int) -> int | None:
-        """How many tokens after the first ``own`` the cache has in host slots; None: not yet."""
+        """Return how many tokens after the first ``own`` are in host; None while still fetching."""
         limit = self._loadable(state.request)
         if state.find is not None and state.find.own > own:
             self._let_go(state)
-        for _ in range(2):  # what was held early may end where vLLM's own blocks do
+        for _ in range(2):  # an early search may end where vLLM's own blocks end by now
             if state.find is None:
                 self._hold(state, own)
             find = state.find
@@ -299,9 +299,9 @@ class SchedulerHalf:
         return 0
 
     def _hold(self, state: RequestState, own: int, *, behind: int = 0) -> None:
-        """Look for what follows the first ``own`` tokens, and pin it.
+        """Search for what follows the first ``own`` tokens, and pin it.
 
-        So many tokens of other requests are computed before this one's.
+        ``behind`` is the number of tokens of other requests that are computed first.
         """
         state.find = Find(
             self._groups,
@@ -327,16 +327,16 @@ class SchedulerHalf:
         state.pins = pins
 
     def _let_go(self, state: RequestState) -> None:
-        state.answer = None  # it was about what is let go
+        state.answer = None  # the answer was about the released search
         if state.find is not None:
             state.find.release()
             state.find = None
         self._count(state)
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
-        """A request has got its blocks from vLLM; ``external`` of its tokens are to be loaded.
+        """Begin to load ``external`` tokens into the blocks that vLLM has given to a request.
 
-        ``tables`` are the request's, by group. Called again with 0 once a load has ended.
+        ``tables`` are its block tables, by group. Called again with 0 once a load has ended.
         """
         state = self._states.get(request.request_id)
         if self.connector.saving:
@@ -362,7 +362,7 @@ class SchedulerHalf:
         self._layered = self._layered or (state.sync and self._options.load == "layers")
         try:
             self._load(state, own, own + external, tables, sync=state.sync)
-        except Exception:  # vLLM counts on these blocks by now: tell it that they are not there
+        except Exception:  # vLLM already relies on these blocks: report a failed load to it
             state.computes = True
             main = self._groups.main
             lost = tuple(tables[main.index][own // main.tokens : (own + external) // main.tokens])
@@ -403,7 +403,7 @@ class SchedulerHalf:
                 left.match.release()
 
     def sources(self, request: Any) -> Counter[str]:
-        """How many tokens of a request's last load came from which type of level."""
+        """Return the number of tokens of a request's last load by type of level."""
         state = self._states.get(request.request_id)
         kinds = {tier.name: tier.type for tier in (self._config.host, *self._config.levels)}
         found: Counter[str] = Counter()
@@ -412,7 +412,7 @@ class SchedulerHalf:
         return found
 
     def finished(self, request: Any) -> None:
-        """A request is over, or aborted; what is being copied for it ends by itself."""
+        """Forget a request that has finished or was aborted; its copies in flight still end."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return
@@ -422,13 +422,13 @@ class SchedulerHalf:
             end_in_session(self.connector, self._groups, state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
-                # saved head first: now the tail goes first
+                # blocks are saved head first; after this the tail is evicted first
                 self.connector.manager.touch(keys, session=state.policy.session)
 
     # ---- a step
 
     def build(self, output: Any) -> StepMetadata:
-        """What the workers have to do in the step that vLLM has just scheduled."""
+        """Return the workers' tasks for the step that vLLM has just scheduled."""
         try:
             return self._build(output)
         except BaseException:
@@ -472,13 +472,13 @@ class SchedulerHalf:
         arena = connector.manager.arena
         if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
-        connector.take()  # last: a step that could not be made withdraws its jobs
+        connector.take()  # last: a step that could not be built withdraws its jobs
         self._lost.clear()
         self._owners.clear()
         return step
 
     def _save(self, output: Any) -> None:
-        """Begin to save what the step completes."""
+        """Begin to save the blocks that the step completes."""
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None and self._named(state):
@@ -488,10 +488,10 @@ class SchedulerHalf:
         self._saver.handed(self._states, output)
 
     def unfilled(self, blocks: Collection[int]) -> None:
-        """These were to be loaded and were not: what is saved of a step that read them is wrong."""
+        """Let saves fail if a step may have read ``blocks``, which a load did not fill."""
         if not blocks:
             return
-        # of ours no step is saved but those that were made before a load failed that they wait for
+        # our async loads do no harm: no step reads their blocks before vLLM knows of the failure
         ours = (load.job.blocks for load in self._loads.values() if not load.sync)
         if set(blocks).difference(*ours):
             self.connector.distrust()
@@ -499,7 +499,7 @@ class SchedulerHalf:
                 state.offer_again()
 
     def report(self, report: Report) -> None:
-        """Take in which copies ended, and what ranks saw of their weights."""
+        """Record which copies ended, and what the ranks saw of their weights."""
         connector = self.connector
         for rank, slots in report.registered.items():
             connector.manager.arena.admit(rank, slots)
@@ -518,12 +518,12 @@ class SchedulerHalf:
                 state.loaded(finished.id, ok=finished.ok)
 
     def _renamed(self, changed: Collection[int]) -> None:
-        """The weights are others: what was found for requests, and what they have, is not theirs.
+        """Drop the searches of requests after their model's or adapter's weights have changed.
 
-        ``changed`` are the numbers of adapters, or MODEL, which concerns all requests.
+        ``changed`` has the numbers of adapters; MODEL among them concerns all requests.
 
-        vLLM computes on with what a request has in its memory. That is of no weights' name, so
-        nothing is saved for it any more, nor for a request that begins with it.
+        vLLM continues with a request's blocks in its memory. No key fits the KV computed from them,
+        so nothing more is saved for the request, nor for others that begin with these blocks.
         """
         self.connector.excuse()
         for state in self._states.values():
@@ -535,7 +535,7 @@ class SchedulerHalf:
             self.events.rename(self._weights.mark)
 
     def settle(self) -> None:
-        """Take in saves that ended on a worker in this process and were not reported yet."""
+        """Record saves that ended on a worker in this process and were not reported yet."""
         if self._beside is not None:
             self.report(self._beside.saved())
 
@@ -543,33 +543,33 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way whose end is to be reported."""
+        """True while copies are in flight."""
         return self._connector is not None and self._connector.busy
 
     @property
     def started(self) -> bool:
-        """Whether the cache is open."""
+        """True if the cache is open."""
         return self._connector is not None
 
     @property
     def pending(self) -> bool:
-        """Whether steps are needed where no request runs: copies or events are not over."""
+        """True if steps are needed even without requests: copies or events are pending."""
         return self.busy or (self.events is not None and self.events.pending)
 
     @property
     def freeing(self) -> bool:
-        """Whether vLLM gets blocks back as soon as their saves end."""
+        """True if vLLM gets blocks back as soon as their saves end."""
         return self._holds.pending
 
     @property
     def serving(self) -> bool:
-        """Whether more steps follow: a request is not over, or something is ``pending``."""
+        """True if more steps follow: a request is not finished, or something is ``pending``."""
         return bool(self._states) or self.pending
 
     def reset(self) -> None:
-        """What vLLM holds may be stale: use no name until ranks have looked at their weights.
+        """Use no key until all ranks have looked at their weights, because these may have changed.
 
-        What no other engine has is forgotten, unless ``on_reset`` keeps it.
+        Also forget the blocks that no other engine has, unless ``on_reset`` is ``keep``.
         """
         self.settle()
         for state in self._states.values():
@@ -579,14 +579,14 @@ class SchedulerHalf:
             self.connector.manager.reset()
 
     def stats(self) -> Stats:
-        """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""
+        """Return counters by level, of the arena, and of copies to and from vLLM's KV cache."""
         return {**self.connector.manager.stats(), "copies": dict(self.connector.copied)}
 
     def close(self) -> None:
-        """End everything; the workers were closed before. May be called again.
+        """Close the cache; the workers must be closed before. May be called again.
 
-        What only host memory holds is written for as long as vLLM's shutdown timeout lets it, at
-        least for the usual time.
+        Blocks that only host memory holds are written below. The time limit is vLLM's shutdown
+        timeout, but at least ``FLUSH_TIMEOUT_S``.
         """
         if self._connector is not None:
             self.settle()

@@ -1,4 +1,4 @@
-"""Requests in their sessions: what the first and the last thing is that is done for one."""
+"""Sessions of requests: checks at a request's start, and records at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvladder.errors import ConfigError
 def begin_in_session(
     connector: StepConnector, policies: Policies, request: Any, policy: RequestPolicy
 ) -> RequestPolicy:
-    """What is done for a request, whose session may have ended; begins what it prefetches."""
+    """Check that the request's session is open, and begin its prefetches; return its policy.
+
+    If the session has ended, report that, and return the policy without parameters.
+    """
     manager = connector.manager
     if policy.session is not None:
         try:
@@ -33,11 +36,11 @@ def begin_in_session(
 
 
 def end_in_session(connector: StepConnector, groups: VllmGroups, state: RequestState) -> None:
-    """Note the blocks of a request that is over in its session, and end that if it says so."""
+    """Record a finished request's blocks in its session; end the session if it asks for that."""
     manager, name = connector.manager, state.policy.session
     if name is None:
         return
-    with suppress(ValueError):  # another request has ended it meanwhile
+    with suppress(ValueError):  # another request has ended the session meanwhile
         runs = [state.keys(group, 0, state.saved[group.index]) for group in groups]
         manager.sessions.use(name, runs, state.salt)
         if state.policy.end_session:

@@ -1,4 +1,4 @@
-"""Before the first step: is the engine one that is supported, and how do its blocks lie?"""
+"""Checks before the first step that the engine is supported, and finds its blocks' layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import BlockPages, common_element
 from kvladder.layout import Kind, Layout
 
-if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
+if TYPE_CHECKING:  # importing it needs vLLM, and only types need it here
     from kvladder.connectors.vllm.step import RankDescription
 
 HASHES: Final = ("sha256", "sha256_cbor")
-"""vLLM's block hashes that no two prefixes share."""
+"""vLLM's hash algorithms that never give two prefixes the same hash."""
 
 _FEATURES: Final = {
     "handle_preemptions": "fencing saves before their blocks are reused",
@@ -37,7 +37,7 @@ _FEATURES: Final = {
 
 
 def check_features(base: type) -> None:
-    """Raise ConfigError unless vLLM's connector interface has all that is needed.
+    """Raise ConfigError unless vLLM's connector interface has all needed hooks.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def check_features(base: type) -> None:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raise ConfigError unless the engine is set up in a way that is supported."""
+    """Raise ConfigError unless the engine's configuration is supported."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for option in (
         "decode_context_parallel_size",
@@ -75,8 +75,9 @@ def check_engine(vllm_config: Any) -> None:
 def check_roles(role: str | None, whole: str | None) -> None:
     """Raise ConfigError unless an engine in the role ``whole`` may have a connector in ``role``.
 
-    vLLM keeps blocks from being filled that a step still writes to only where the role that it
-    was given itself says that blocks are loaded; MultiConnector's connectors have their own.
+    A step may still write to a block that was given to a new request. vLLM delays loads into such
+    blocks only if its own role says that blocks are loaded. The connectors within MultiConnector
+    have roles of their own, so vLLM's role may miss that one of them loads.
     """
     if role != "kv_producer" and whole == "kv_producer":
         what = f"{whole!r}, and kvladder beside other connectors is to load as {role!r}"
@@ -105,7 +106,10 @@ def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
 
 
 def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
-    """Raise ConfigError unless every layer with KV cache says when it reads, as vLLM's own do."""
+    """Raise ConfigError unless each layer with KV cache calls the hook before it reads.
+
+    vLLM's own attention layers do.
+    """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     layers = vllm_config.compilation_config.static_forward_context
@@ -116,7 +120,7 @@ def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
 
 
 def runs_v2(vllm_config: Any) -> bool:
-    """Return whether vLLM runs model runner V2; a vLLM that does not say so is taken to.
+    """Return whether vLLM runs model runner V2; True if vLLM does not say.
 
     V2 writes to blocks before it calls ``handle_preemptions``. V1 calls that first.
     """
@@ -124,11 +128,11 @@ def runs_v2(vllm_config: Any) -> bool:
 
 
 def check_recompute(vllm_config: Any, policy: str, *, load: str) -> None:
-    """Raise ConfigError if vLLM would compute wrongly what a failed load did not bring.
+    """Raise ConfigError if vLLM would wrongly recompute the blocks of a failed load.
 
-    It sets a running request back to its last valid token. Model runner V2 of vLLM 0.32 and 0.33
-    takes that over on the host alone, and goes on computing from the old position on the device.
-    Requests that load between steps do not run yet, so V2 begins them anew.
+    vLLM sets a running request back to its last valid token. Model runner V2 of vLLM 0.32 and 0.33
+    applies that on the host only, and on the device it continues from the old position. Requests
+    that load between steps do not run yet, so V2 starts them again correctly.
     """
     if load != "async" and policy == "recompute" and runs_v2(vllm_config):
         what = f"{load!r}, and vLLM's model runner V2 recomputes a failed load of it wrongly"
@@ -139,14 +143,14 @@ def check_recompute(vllm_config: Any, policy: str, *, load: str) -> None:
 
 
 def overwrites(kv_cache_config: Any) -> bool:
-    """Return whether steps write to blocks before their forward pass: zero them, copy states."""
+    """Return whether steps write to blocks before their forward pass: zeroing, copied states."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
 
 
 def runs_layers(forward_context: Any) -> bool:
-    """Whether a forward pass runs its layers one after the other, each of which says so.
+    """Return whether a forward pass runs its layers in order and calls the hook before each.
 
-    A graph of all of it does not, and micro-batches are computed on several streams.
+    A CUDA graph of the whole pass calls no hooks. Micro-batches run on several streams.
     """
     mode = getattr(forward_context, "cudagraph_runtime_mode", None)
     return (
@@ -159,12 +163,12 @@ def runs_layers(forward_context: Any) -> bool:
 def group_pages(
     group: Any, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, blocks: int
 ) -> BlockPages | None:
-    """Where the bytes of a group's blocks lie on this rank; None if it has none of the layers.
+    """Return where the bytes of a group's blocks lie on this rank; None if it has no such layer.
 
     Raises
     ------
     LayoutError
-        There is no tensor for a layer, or it is not what vLLM's own specification says.
+        A layer has no tensor, or its tensors do not match vLLM's own specification.
     """
     found: dict[str, torch.Tensor] = {}
     sizes: dict[str, int] = {}
@@ -183,10 +187,10 @@ def group_pages(
 
 
 def _part_bytes(spec: Any, *, whole: bool) -> list[int]:
-    """Bytes that a block takes in each of a layer's tensors, padding not counted."""
+    """Return the bytes that a block takes in each of a layer's tensors, without padding."""
     if not hasattr(spec, "shapes"):
         return [getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)]
-    parts = [  # of a state, which vLLM gives as one tensor of bytes or part by part
+    parts = [  # of a recurrent state, which vLLM gives as one tensor of bytes or part by part
         prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
     return [sum(parts)] if whole else parts
@@ -195,10 +199,10 @@ def _part_bytes(spec: Any, *, whole: bool) -> list[int]:
 def tensor_fields(
     vllm_config: Any, groups: Mapping[int, BlockPages], names: Sequence[str]
 ) -> dict[str, str]:
-    """What of this rank's KV tensors must agree before their bytes may be shared.
+    """Return the properties of this rank's KV tensors that must be equal to share their bytes.
 
-    ``names`` are those of its layers. On a CPU the attention kernels pack pages in an order of
-    their own, which depends on the instruction set. Devices of another kind compute otherwise.
+    ``names`` are the names of its layers. On a CPU, attention kernels pack pages in an order that
+    depends on the instruction set. Devices of different kinds compute different numbers.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for name in names if name in layers]
@@ -219,7 +223,7 @@ def tensor_fields(
 
 
 def this_node() -> str:
-    """Names this machine, and this boot of it: shared memory reaches no further."""
+    """Return a name for this boot of this machine; shared memory reaches no further."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()}/{boot}"
 
@@ -232,16 +236,17 @@ def layout_of(
     *,
     fingerprint: str,
 ) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
-    """The layout of a slot, and by rank and group where in it a rank's bytes begin.
+    """Return the layout of a slot, and by rank and group the offset of a rank's bytes in it.
 
-    A slot holds one block of any group: the parts of all ranks one after the other, of ranks that
-    hold the same bytes only one. It is as large as the largest group needs. ``fingerprint`` is
-    what stands for the weights: a user's text, or "auto" for those that the ranks have in memory.
+    A slot holds one block of any group: the parts of all ranks one after the other. Ranks that
+    hold the same bytes share one part. A slot is as large as the largest group needs.
+    ``fingerprint`` stands for the weights: text from the user, or "auto" for those that the ranks
+    have in memory.
 
     Raises
     ------
     ConfigError
-        A rank is missing, runs elsewhere, or has blocks of another shape.
+        A rank is missing, runs on another machine, or differs from the others of its stage.
     """
     parallel = vllm_config.parallel_config
     width: int = parallel.tensor_parallel_size
@@ -250,7 +255,7 @@ def layout_of(
         raise ConfigError(
             f"ranks {sorted(ranks)} described their KV tensors", hint=f"expected 0 .. {count - 1}"
         )
-    # The ranks of a stage agree on what their bytes are; stages have layers of their own.
+    # The ranks of a stage must have equal fields; each stage has layers of its own.
     fields: dict[str, str] = {}
     for rank, described in sorted(ranks.items()):
         if described.node != this_node():
@@ -261,7 +266,7 @@ def layout_of(
             if fields.setdefault(f"{stage}{name}", value) != value:
                 hint = f"rank {rank // width * width} has {fields[f'{stage}{name}']}"
                 raise ConfigError(f"rank {rank} has {name} {value!r}", hint=hint)
-    # A rank's bytes lie behind those of the ranks before it, or are those of its first replica.
+    # A rank's bytes follow those of the ranks before it; replicas share the first one's bytes.
     ends = [0] * len(groups)
     offsets: list[tuple[int, ...]] = []
     for rank in range(count):
@@ -270,7 +275,7 @@ def layout_of(
             ends = [end + size for end, size in zip(ends, ranks[rank].sizes, strict=True)]
         else:
             offsets.append(offsets[-1])
-    # All that tells these bytes from others is a field of the namespace.
+    # Everything that distinguishes these bytes from others is a field of the namespace.
     weights = f"given {fingerprint}"
     if fingerprint == "auto":
         weights = combined([described.weights for _, described in sorted(ranks.items())]).hex()
@@ -284,7 +289,7 @@ def layout_of(
         "kv.layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "ranks": str(len(set(offsets))),
     }
-    # Codecs that see numbers need one type of them for all ranks and groups.
+    # Codecs that work on numbers need the same element type in all ranks and groups.
     elements = {text for name, text in fields.items() if name.endswith("kv.element")}
     element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
     kinds: tuple[Kind, ...] = tuple(group.kind for group in groups)
@@ -293,6 +298,6 @@ def layout_of(
 
 
 def instance_of(parallel_config: Any) -> int:
-    """Which of several data-parallel engines this is; each has a cache of its own."""
-    # not data_parallel_rank and _size: vLLM resets them for engines that exchange nothing
+    """Return the index of this data-parallel engine; each engine has its own cache."""
+    # data_parallel_rank and _size do not tell: vLLM resets them for engines that exchange nothing
     return int(getattr(parallel_config, "data_parallel_index", 0))

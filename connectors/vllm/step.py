@@ -1,4 +1,4 @@
-"""What the two halves of the vLLM connector tell each other; plain data, pickled by vLLM."""
+"""Messages between the two halves of the vLLM connector; plain data that vLLM pickles."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 
 @dataclass
 class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What one rank's worker says about its KV tensors when it has them."""
+    """One rank's description of its KV tensors, made once they are registered."""
 
     rank: int
-    """Its position among all: of its stage first, of its tensor-parallel group in it."""
+    """Position among all ranks: by pipeline stage, then within its tensor-parallel group."""
     node: str
-    """The machine that it runs on."""
+    """The machine that it runs on, see ``this_node``."""
     sizes: tuple[int, ...]
-    """By group, bytes of one block on this rank; 0 where it has none of the group's layers."""
+    """Bytes of one block on this rank, by group; 0 if it has none of the group's layers."""
     fields: dict[str, str]
-    """What must agree before bytes may be shared, and among the ranks of a stage."""
+    """Properties that must be equal in all ranks of a stage, and in all caches that share bytes."""
     weights: bytes
     """Digest of the weights that it computes with."""
     replicas: int = 1
-    """How many neighbouring ranks, this one among them, hold the same bytes."""
+    """Number of neighbouring ranks, including this one, that hold the same bytes."""
     registers: bool = False
-    """Whether a device copies from the arena: which slots it has registered is reported."""
+    """True if a device copies from the arena; the rank then reports its registered slots."""
     numa: int | None = None
-    """The NUMA node that its device is at, if the machine tells."""
+    """NUMA node of its device, if the machine tells."""
     taken: bool = False
-    """Whether a scheduler half works with these tensors already."""
+    """True if a scheduler half already works with these tensors."""
     worker: Any = None
-    """The worker half itself where it is in the scheduler's process; never pickled."""
+    """The worker half itself if it is in the scheduler's process; never pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "worker": None}
 
 
 CARRIED: Final = "kvladder"
-"""The attribute of another connector's description that ours travels in."""
+"""The attribute of another connector's description that carries ours."""
 
 
 def carry(description: RankDescription, others: Iterable[Any]) -> KVConnectorHandshakeMetadata:
-    """What vLLM hands on for all of these: another connector's description with ours, or ours.
+    """Return the description that vLLM passes on: another connector's with ours in it, or ours.
 
-    MultiConnector gives every connector's scheduler half the description that the first of them
-    has. ``others`` are the worker halves beside ours.
+    MultiConnector passes only the first connector's description to all scheduler halves. ``others``
+    are the worker halves beside ours.
     """
     for other in others:
         found: KVConnectorHandshakeMetadata | None = other.get_handshake_metadata()
         if found is not None:
-            with suppress(AttributeError):  # it takes nothing: the scheduler half refuses it
+            with suppress(AttributeError):  # no room for ours: the scheduler half raises for it
                 setattr(found, CARRIED, description)
                 return found
     return description
 
 
 def carried(metadata: Iterable[object]) -> dict[int, RankDescription]:
-    """By rank, our descriptions among those that vLLM handed on, or in them."""
+    """Return our descriptions by rank: those that vLLM passed on, or that others carry."""
     found = (getattr(one, CARRIED, one) for one in metadata)
     return {one.rank: one for one in found if isinstance(one, RankDescription)}
 
 
 @dataclass(frozen=True)
 class Attach:
-    """How a worker maps the arena, and where each rank's bytes begin in a slot."""
+    """The arena's handle for workers to map it, and where each rank's bytes begin in a slot."""
 
     arena: ArenaHandle
     offsets: tuple[tuple[int, ...], ...]
-    """By rank and group."""
+    """Offset in a slot, by rank and group."""
 
 
 @dataclass(frozen=True)
@@ -89,52 +89,52 @@ class Load:
     job: CopyJob
     request_id: str
     sync: bool
-    """Whether this step's forward pass reads the blocks."""
+    """True if this step's forward pass reads the blocks."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers have to do in one step of the engine."""
+    """The work of all workers in one step of the engine."""
 
     attach: Attach | None = None
-    """Given with every job, and until the arena is registered everywhere."""
+    """Set if the step has jobs, and in each step until all devices have registered the arena."""
     fence: list[JobId] = field(default_factory=list[JobId])
-    """Saves whose source blocks this step writes: they end before it does."""
+    """Saves that read blocks which this step writes: they must end before it writes them."""
     late: bool = False
-    """Whether the step has written to those blocks already, so saves in flight are not stored."""
+    """True if the step may write to these blocks before the fence; then these saves fail."""
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[CopyJob] = field(default_factory=list[CopyJob])
-    """To begin after the forward pass."""
+    """Saves that begin after the forward pass."""
     idle: bool = False
-    """There is no forward pass, and requests wait for blocks that are on their way."""
+    """True if there is no forward pass, and requests wait for copies or fetches in flight."""
     number: int = 0
-    """To be reported when it has ended; 0 for a step of which nobody wants to know."""
+    """The number that workers report when the step has ended; 0 if the step is not timed."""
     turn: int = 0
-    """How many steps were made before it, whether or not they are reported."""
+    """Position of the step among all steps, from 1, whether or not they are timed."""
     weights: tuple[int, ...] = ()
-    """By rank, ``Seen.changes`` as the scheduler half knows it: names are of those weights."""
+    """``Seen.changes`` of each rank as known to the scheduler half; keys name these weights."""
     doubt: int = 0
-    """Ranks that have not looked at their weights since this doubt look at them now."""
+    """Number of the latest doubt; ranks that have not looked since it look at their weights now."""
     owners: dict[JobId, int] = field(default_factory=dict[JobId, int])
-    """By copy of this step, the number of its request's LoRA adapter, if it has one."""
+    """Number of the request's LoRA adapter, if it has one, by copy of this step."""
     adapters: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """By number of these, what ``weights`` is for the model's."""
+    """The same as ``weights`` for each adapter in ``owners``, by number."""
     wanted: Wanted | None = None
-    """Read before the step's forward pass."""
+    """The adapter that ranks read into memory before the step's forward pass."""
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What ended on one worker since its last report, or on all workers together."""
+    """The news of one worker since its last report, or of all workers together."""
 
     ended: list[Finished] = field(default_factory=list[Finished])
-    """Parts of jobs, one for each worker that has a part in one."""
+    """Ended parts of jobs, one for each worker that has a part in the job."""
     step: int = 0
-    """The number of the step that has ended."""
+    """The number of the step that has ended; 0 for none."""
     seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
-    """By rank, where there is news of its weights."""
+    """State of the weights, by rank, if there is news of them."""
     registered: dict[int, int] = field(default_factory=dict[int, int])
-    """By rank, how many slots from the first its device has registered, where there are more."""
+    """Number of leading slots that a device has registered, by rank, if it has grown."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)

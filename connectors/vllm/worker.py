@@ -1,4 +1,4 @@
-"""The worker half of the vLLM connector: describes KV tensors, and copies what it is told to."""
+"""The worker half of the vLLM connector: it describes KV tensors, and copies blocks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.notices import Notices
 
 REST_S = 0.001
-"""How long a step without a forward pass lets copies and fetches go on, as vLLM itself does."""
+"""Seconds that a step without a forward pass waits for copies and fetches, as in vLLM itself."""
 HEAP_LESSON_BYTES = (32 << 20) - (64 << 10)
-"""About the largest block that glibc learns from."""
+"""Size of about the largest block that raises glibc's thresholds when it is freed."""
 BLIND_STEPS_MAX = 1024
-"""Steps between attempts to read weights that cannot be read, at most."""
+"""Maximum number of steps between attempts to read unreadable weights."""
 
 
 class WorkerHalf:
-    """One per rank. It decides nothing: jobs come with the step, their ends go with the report.
+    """The worker half, one per rank. It decides nothing.
+
+    Jobs come with the step metadata, and their ends are sent back in the report.
 
     Parameters
     ----------
     vllm_config, kv_cache_config:
-        vLLM's own.
+        vLLM's own configurations.
     rank:
         Its position among all ranks; see :class:`RankDescription`.
     make_copier, make_loaded:
-        Another way to copy, and to see the weights, for tests.
+        Replacements for the copier and the view of the weights, for tests.
     """
 
     def __init__(
@@ -63,14 +65,14 @@ class WorkerHalf:
         self._loaded_models: Loaded | None = None
         self._adapters = Adapters(None, notices)
         self._owners: dict[JobId, int] = {}
-        """By load under way, the number of its request's adapter, if it has one."""
+        """Number of the request's adapter, if it has one, by load in flight."""
         self._seen = Seen(0, b"", 0, 0)
         self._news = False
         self._stale = False
         self._blind = 0
-        """After how many steps weights that could not be read are tried again; 0 if they could."""
+        """Number of steps until unreadable weights are tried again; 0 if they could be read."""
         self._again = 0
-        """The first step in which they are looked at unless a reset asks for it."""
+        """The first step that may look at the weights without a new doubt."""
         self._pages: dict[int, BlockPages] = {}
         self._pieces: dict[int, RankShare] = {}
         self._fields: dict[str, str] = {}
@@ -78,19 +80,19 @@ class WorkerHalf:
         self._arena: Arena | None = None
         self._copier: Copier | None = None
         self._registers = False
-        """Whether a device registers the arena."""
+        """True if a device registers the arena."""
         self._numa: int | None = None
         self._registered = 0
-        """How many slots it has registered, as the scheduler half knows it."""
+        """Number of slots that it has registered, as last reported."""
         self._asleep = False
-        """Whether the KV tensors' memory is somebody else's."""
+        """True while the KV tensors' memory may not be touched."""
         self._saving: set[JobId] = set()
         """The saves in flight."""
         self._loads: dict[JobId, Load] = {}
         self._loading: Counter[str] = Counter()
-        """By request, its copies under way between steps."""
+        """Number of async loads in flight, by request."""
         self._by_layer: list[JobId] = []
-        """Loads of this step that its forward pass waits for layer by layer."""
+        """Loads of this step for which its forward pass waits layer by layer."""
         self._distrusted: set[JobId] = set()
         self._spoiled = False
         self._resting = threading.Event()
@@ -106,12 +108,12 @@ class WorkerHalf:
     # ---- at start
 
     def register(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        """Take the KV tensors, by layer; a layer with a recurrent state has several.
+        """Take the KV tensors by layer; a layer with a recurrent state has several.
 
         Raises
         ------
         LayoutError
-            They are not what vLLM's own specification of them says.
+            There are no tensors, or they do not match vLLM's own specification.
         """
         blocks: int = self._kv_cache_config.num_blocks
         names: list[str] = []
@@ -134,7 +136,7 @@ class WorkerHalf:
         self._seen = Seen(0, self._fingerprint(self._loaded_models, turn=0), 0, 0)
 
     def describe(self) -> RankDescription:
-        """What the scheduler half needs to know."""
+        """Return this rank's description for the scheduler half."""
         assert self._pages, "the KV tensors were not registered"
         groups = range(len(self._kv_cache_config.kv_cache_groups))
         return RankDescription(
@@ -150,19 +152,20 @@ class WorkerHalf:
         )
 
     def attach(self, attach: Attach | None) -> None:
-        """Have the device begin to register the arena, if it does and did not. Cheap."""
+        """Map the arena, so that the device begins to register it. Cheap to repeat.
+
+        Does nothing if no device registers the arena.
+        """
         if self._registers and attach is not None:
             self._attached(attach)
 
     # ---- in a step, in this order
 
     def begin(self, step: StepMetadata) -> None:
-        """Before the step writes to any block: end saves that still read it, look at the weights.
+        """Fence saves before the step writes to their blocks, and look at weights and adapters.
 
-        An adapter that the scheduler half wants to know is brought into memory.
-
-        A step whose names are of other weights copies nothing: what it was to load they made, and
-        what it computes is not theirs.
+        Also read the adapter that the scheduler half wants. If the step's keys name other weights
+        than those in memory, its jobs are not begun and fail.
         """
         self._spoiled, self._stale = False, True
         self.attach(step.attach)
@@ -175,7 +178,10 @@ class WorkerHalf:
         self._stale = self._blind > 0 or known != self._seen.changes
 
     def _fence(self, step: StepMetadata) -> None:
-        """End saves before the step writes to their blocks; refuse those that it may have hit."""
+        """Order saves before the step's writes to their blocks.
+
+        If the step may have written to them already, the saves count as failed.
+        """
         saves = [one for one in step.fence if one in self._saving]
         if not saves or self._copier is None:
             return
@@ -189,7 +195,7 @@ class WorkerHalf:
             raise
 
     def _look(self, step: StepMetadata) -> None:
-        """See what the weights are where that is doubtful: here, or for the scheduler half."""
+        """Digest the weights again if they may have changed, or the scheduler half asks for it."""
         models, seen = self._loaded_models, self._seen
         if models is None or (step.doubt <= seen.doubt and step.turn < self._again):
             return
@@ -197,26 +203,27 @@ class WorkerHalf:
             return
         digest = self._fingerprint(models, turn=step.turn)
         changed = digest != seen.digest
-        if changed:  # what is on its way was made with the weights before
+        if changed:  # loads in flight have blocks of the previous weights
             self._distrusted.update(self._loads)
         self._news = self._news or changed or step.doubt > seen.doubt
         doubt = max(step.doubt, seen.doubt)
         self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
 
     def _look_at_adapters(self, step: StepMetadata) -> None:
-        """See which adapters vLLM has by now; loads that were made with others are not trusted."""
+        """Look which adapters vLLM has in memory now; loads for changed adapters fail."""
         changed = self._adapters.look(step.turn)
         self._distrusted.update(i for i, number in self._owners.items() if number in changed)
 
     def _fits(self, step: StepMetadata, job: CopyJob) -> bool:
-        """Whether the adapter of a copy's request is the one that the copy's names are of."""
+        """Return whether the adapter in memory is the one that the keys of a copy name."""
         number = step.owners.get(job.id)
         return number is None or step.adapters[number][self._rank] == self._adapters.changes(number)
 
     def _fingerprint(self, models: Loaded, *, turn: int) -> bytes:
-        """What the weights are; like no others if they cannot be read, and nothing is copied then.
+        """Return the digest of the weights; if they cannot be read, return a random one.
 
-        Another attempt costs as much as this one: the engine has more and more steps before it.
+        Nothing is copied while they cannot be read. Each attempt is costly, so the number of steps
+        before the next one doubles.
         """
         try:
             digest = models.fingerprint()
@@ -230,9 +237,9 @@ class WorkerHalf:
         return digest
 
     def load(self, step: StepMetadata, *, by_layer: bool = False) -> None:
-        """Begin the step's loads; its forward pass runs after those that it reads.
+        """Begin the step's loads; its forward pass runs after the sync ones.
 
-        ``by_layer``: each of its layers says when it reads; see ``await_layer``.
+        With ``by_layer``, each layer waits for its own blocks instead; see ``await_layer``.
         """
         self._number = step.number
         self._loading.update(load.request_id for load in step.loads if not load.sync)
@@ -249,29 +256,32 @@ class WorkerHalf:
             self._poll()
 
     def await_layer(self, layer: str) -> None:
-        """A layer is about to read: what is told to the device from now on has its blocks."""
+        """Order the device's further work after the loads of one layer, which is about to read."""
         if self._by_layer and self._copier is not None:
             self._order(self._copier, self._by_layer, layer)
 
     def _end_layers(self) -> None:
-        """The forward pass is over: what it read has come, or is known to have failed."""
+        """Order the device's further work after all loads by layer, and poll for failures.
+
+        Called after the forward pass.
+        """
         if self._by_layer and self._copier is not None:
             self._order(self._copier, self._by_layer)
             self._by_layer = []
             self._poll()
 
     def _order(self, copier: Copier, loads: Sequence[JobId], layer: str | None = None) -> None:
-        """Have the forward pass happen after loads, and what is known to have failed reported."""
+        """Order the forward pass after these loads, or wait for them if the fence fails."""
         try:
             copier.fence(loads, layer)
-        except RuntimeError:  # the device takes no orders: whether they came is to be known now
+        except RuntimeError:  # the device cannot order them, so wait until they have ended
             copier.wait(loads)
 
     def save(self, step: StepMetadata) -> None:
-        """After the forward pass: begin the step's saves, unless it computed on garbage.
+        """Begin the step's saves after the forward pass, unless it computed on garbage.
 
-        In a step without one, in which requests only wait, other threads get their turn: a loop
-        that asks again at once would keep them from the interpreter.
+        If there is no forward pass and requests only wait, rest briefly. Without the rest, vLLM's
+        loop would ask again at once and keep other threads from the interpreter.
         """
         self._end_layers()
         self._look_at_adapters(step)
@@ -282,7 +292,7 @@ class WorkerHalf:
             self._resting.wait(REST_S)
 
     def _submit_all(self, step: StepMetadata, jobs: Sequence[CopyJob], *, go: bool) -> None:
-        """Begin jobs, or have them fail: all if ``go`` is false, else from one on that raises."""
+        """Begin jobs. If ``go`` is false, all fail; if one raises, it and the later ones fail."""
         begun = 0
         try:
             for job in jobs if go else ():
@@ -297,23 +307,29 @@ class WorkerHalf:
                 self._ended(Finished(job.id, False, 0, 0.0, why))
 
     def received(self) -> set[str]:
-        """Requests whose async loads ended since the last call, well or not."""
+        """Return the requests with async loads that all ended since the last call, well or not."""
         self._poll()
         received, self._received = self._received, set()
         return received
 
     def failed(self) -> set[str]:
-        """Requests whose async loads failed since the last call, where blocks cannot tell."""
+        """Return the requests with loads that failed since the last call.
+
+        Only for models where vLLM cannot handle failures by block; see ``bad_blocks``.
+        """
         failed, self._failed = self._failed, set()
         return failed
 
     def bad_blocks(self) -> set[int]:
-        """Blocks that loads were to fill and did not, since the last call."""
+        """Return the blocks that failed loads did not fill since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> Report | None:
-        """The jobs that ended since the last report, the step if it is to be, news of weights."""
+        """Return what happened since the last report; None if nothing did.
+
+        That is: ended jobs, the end of a timed step, news of weights, newly registered slots.
+        """
         adapters = self._adapters.take()
         news = self._news or bool(adapters)
         seen = {self._rank: replace(self._seen, adapters=adapters)} if news else {}
@@ -327,15 +343,18 @@ class WorkerHalf:
     # ---- any time
 
     def saved(self) -> Report:
-        """The saves that ended, not to be reported again: for a scheduler half beside this one."""
+        """Return the saves that ended; ``report`` does not repeat them.
+
+        For a scheduler half in the same process.
+        """
         self._poll()
         saved, self._saved = self._saved, []
         return Report(saved)
 
     def detach(self) -> None:
-        """Let go of the KV tensors' memory: what was begun has ended, and nothing is begun.
+        """Stop using the KV tensors' memory: wait for copies in flight, and begin no others.
 
-        The arena stays registered. May be called again.
+        Jobs fail until ``restore``. The arena stays registered. May be called again.
         """
         self._asleep = True
         if self._copier is not None:
@@ -343,13 +362,16 @@ class WorkerHalf:
             self._poll()
 
     def restore(self) -> None:
-        """The KV tensors are in memory again, where they were. May be called again."""
+        """Use the KV tensors again: they are back at their addresses. May be called again."""
         self._asleep = False
         if self._copier is not None:
             self._copier.moved()
 
     def close(self) -> None:
-        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+        """Wait for copies in flight, and unmap the arena. May be called again.
+
+        ``saved`` still works afterwards.
+        """
         self._asleep = True
         if self._copier is not None:
             self._copier.close()
@@ -362,7 +384,11 @@ class WorkerHalf:
             self._loaded_models = None
 
     def _submit(self, step: StepMetadata, job: CopyJob) -> None:
-        """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
+        """Begin a job. If this rank has no part in it, it succeeds; if the engine sleeps, it fails.
+
+        A rank has no part if it has none of the group's layers. Nor has it a part in a save if
+        another rank saves the same bytes.
+        """
         twin = job.direction == "offload" and self._rank % self._replicas
         if job.group not in self._pages or twin:
             self._ended(Finished(job.id, True, 0, 0.0))
@@ -375,7 +401,7 @@ class WorkerHalf:
             self._attached(step.attach).submit(job, by_layer=by_layer)
 
     def _attached(self, attach: Attach | None) -> Copier:
-        """The copier; made when the arena is named for the first time."""
+        """Return the copier; the first call maps the arena and makes it."""
         if self._copier is None:
             assert attach is not None
             self._arena = Arena.attach(attach.arena)
@@ -402,7 +428,8 @@ class WorkerHalf:
             self._saved.append(finished)
             return
         self._loaded.append(finished)
-        if not finished.ok and not self._by_block:  # blocks before it may be null, or another's
+        # vLLM cannot recompute from a failed block if those before it may be null or another's
+        if not finished.ok and not self._by_block:
             self._failed.add(load.request_id)
         elif not finished.ok:
             self._bad_blocks.update(load.job.blocks)
@@ -415,11 +442,11 @@ class WorkerHalf:
 
 
 def keep_heap() -> None:
-    """Have glibc keep what an engine that computes on a CPU frees, for its next operation.
+    """Make glibc keep the memory that a CPU engine frees, for the engine's next operation.
 
-    It gives the heap's top back to the system wherever more is free there than twice the largest
-    block that was ever mapped and freed. Whether a forward pass's memory lies there depends on
-    what else does, so a connector that did nothing at all made each of its steps fault thousands
-    of pages in again.
+    glibc returns the top of the heap to the system when more is free there than twice the largest
+    block that was ever mapped and freed. Whether a forward pass's memory lies at the top depends
+    on other allocations. Without this call, even a connector that did nothing made each step
+    fault thousands of pages in again.
     """
     torch.empty(HEAP_LESSON_BYTES, dtype=torch.uint8)  # freed at once, never touched

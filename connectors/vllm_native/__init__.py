@@ -1,1 +1,1 @@
-"""Below vLLM's own offloading: a secondary tier and a cache policy."""
+"""kvladder beneath vLLM's own offloading: a secondary tier and a cache policy."""

@@ -3,7 +3,8 @@
     "kv_connector_extra_config": {"eviction_policy": "PrioritizedLRUPolicy",
         "cache_policy_module_path": "kvladder.connectors.vllm_native.policy", ...}
 
-A request says ``kv_transfer_params={"kvladder": {"priority": 80}}``; others have 35.
+A request sets its priority with ``kv_transfer_params={"kvladder": {"priority": 80}}``. Without it
+the priority is 35.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _PLACE = "chunk_id"
 
 
 class PrioritizedLRUPolicy(CachePolicy):  # type: ignore[misc]
-    """Lowest priority first, then least recently used; each operation is O(1).
+    """Evicts the lowest priority first, then the least recently used; each operation is O(1).
 
-    Blocks that a transfer uses are not in the order: they come back as the most recently used.
+    Blocks that a transfer uses are not in the order. They return as the most recently used.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -30,11 +31,11 @@ class PrioritizedLRUPolicy(CachePolicy):  # type: ignore[misc]
         self._order = PrioritizedLRU()
         self._blocks: dict[OffloadKey, Any] = {}
         self._keys: dict[int, OffloadKey] = {}
-        """By handle, which is the block's place in vLLM's memory."""
+        """Keys by handle, which is the block's place in vLLM's memory."""
         self._priority: dict[OffloadKey, int] = {}
-        """Where it is not the default."""
+        """Priorities of blocks that a request has given one."""
         self._wanted: dict[OffloadKey, int] = {}
-        """What the blocks that are about to be inserted are worth."""
+        """Priorities of the blocks that will be inserted next."""
 
     def get(self, key: OffloadKey) -> Any | None:
         return self._blocks.get(key)
@@ -57,7 +58,7 @@ class PrioritizedLRUPolicy(CachePolicy):  # type: ignore[misc]
             self._order.remove(_place(block))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Remember what the request's new blocks are worth until they are inserted."""
+        """Remember the priority of the request's new blocks until they are inserted."""
         priority = _priority(req_context)
         self._wanted = {} if priority is None else dict.fromkeys(keys, priority)
 
@@ -115,7 +116,7 @@ class PrioritizedLRUPolicy(CachePolicy):  # type: ignore[misc]
 
 
 def _place(block: Any) -> int:
-    """Where in vLLM's memory a block lies: a number below the capacity that no other has."""
+    """Return a block's place in vLLM's memory: a unique number below the capacity."""
     place: int = getattr(block, _PLACE)
     return place
 
@@ -125,7 +126,7 @@ def _is_dict(thing: object) -> bool:
 
 
 def _priority(req_context: ReqContext) -> int | None:
-    """What a request says its blocks are worth; None if it says nothing, or nothing that counts."""
+    """Return the priority that a request gives its blocks; None if it is missing or invalid."""
     params: Any = (req_context.kv_transfer_params or {}).get("kvladder")
     given: object = cast("dict[str, object]", params).get("priority") if _is_dict(params) else None
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= PRIORITY_MAX:

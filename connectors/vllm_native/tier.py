@@ -1,4 +1,4 @@
-"""kvladder's stack as one secondary tier of vLLM's own tiering, for those who stay with it.
+"""kvladder's stack as one secondary tier of vLLM's own tiering, to keep using that tiering.
 
     "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592,
@@ -6,9 +6,10 @@
                              "module_path": "kvladder.connectors.vllm_native.tier",
                              "config": "stack.yaml"}]}
 
-vLLM moves blocks between the device and its CPU tier; what it hands down comes into our arena,
-whose levels take it from there. vLLM calls from its scheduler's thread, which never waits here:
-blocks are copied by a thread, and what lies below host is fetched before a load is copied.
+vLLM moves blocks between the device and its CPU tier. The blocks that it hands down are copied
+into kvladder's arena, and the levels take them from there. vLLM calls from its scheduler's thread,
+which waits only in ``drain_jobs`` and ``shutdown``. A thread copies blocks, and a load is copied
+once its blocks below host have been fetched.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ GROUP_BYTES = 4
 
 
 def block_key(key: OffloadKey) -> BlockKey | None:
-    """Our name of vLLM's block: its hash, marked by its group; None for a hash below 256 bits."""
+    """Return our key of vLLM's block: its hash, with the mark of its group.
+
+    None if the hash does not have 256 bits.
+    """
     block_hash, group = key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:])
     if len(block_hash) != HASH_BYTES:
         return None
@@ -67,32 +71,32 @@ def block_key(key: OffloadKey) -> BlockKey | None:
 
 @dataclass
 class Job:
-    """One of vLLM's, which may have more blocks than the arena has slots."""
+    """One of vLLM's transfer jobs, which may have more blocks than the arena has slots."""
 
     told: TransferJob
     rows: list[int]
-    """Where in vLLM's CPU memory its blocks lie."""
+    """Rows of its blocks in vLLM's CPU memory."""
     paced: BatchedFetch | BatchedSave[Save]
     is_copying: bool = False
     ok: bool = True
     bytes: int = 0
-    """That were copied."""
+    """Number of bytes copied so far."""
 
 
 class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
-    """Keeps what vLLM's CPU tier hands down, in a stack of levels.
+    """Stores the blocks that vLLM's CPU tier hands down in a stack of levels.
 
     Parameters
     ----------
     config:
-        Path of a stack's YAML file; without one the stack's settings stand beside ``type``.
+        Path of a stack's YAML file; without it, the stack's settings are given beside ``type``.
     locality:
         vLLM's own setting.
 
     Raises
     ------
     ConfigError
-        The stack cannot be had; says where, what and what instead.
+        The stack cannot be opened; says where, what and what instead.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -144,11 +148,11 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         self.manager.touch([name for name in map(block_key, keys) if name is not None])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Begin to copy what is new here; the rest is there, or is not wanted by any level."""
+        """Begin to copy those blocks that are new here and that a level would take."""
         self._begin(job_metadata, self.manager.save_paced)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Pin what is there, and begin to bring up what lies below host."""
+        """Pin the cached blocks, and begin to fetch those below host."""
         self._begin(job_metadata, self.manager.fetch_paced)
 
     def _begin(
@@ -170,7 +174,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         return ended
 
     def _go_on(self, job: Job) -> None:
-        """Copy the next piece of a job if it is here; a job without one has ended."""
+        """Copy the next piece of a job if it has arrived; end a job without further pieces."""
         while not job.is_copying and job.paced.ready:
             if job.paced.over or not job.ok:
                 job.paced.close()
@@ -202,7 +206,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             self._go_on(job)
 
     def _result(self, job: Job) -> JobResult:
-        """What became of a job: of a load, the first blocks."""
+        """Return the result of an ended job; a load succeeds for its first copied blocks."""
         told, size = job.told, job.bytes
         loaded = [*told.keys][: size // self.block_size_bytes] if told.is_promotion else None
         return JobResult(
@@ -217,7 +221,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         return bool(self._jobs or self._ended)
 
     def drain_jobs(self) -> None:
-        """Return when every job has ended; each piece has a deadline."""
+        """Wait until every job has ended; each piece has a deadline."""
         while self._jobs:
             for job in [*self._jobs]:
                 self._go_on(job)
@@ -233,17 +237,17 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def rows_of(job: TransferJob) -> list[int]:
-    """Where in vLLM's CPU memory the blocks of a job lie."""
+    """Return the rows of a job's blocks in vLLM's CPU memory."""
     return [int(row) for row in getattr(job, _ROWS)]
 
 
 def layout_of(config: Any, block_bytes: int, fingerprint: str) -> Layout:
-    """The layout of vLLM's CPU blocks, and whose they are, as far as vLLM tells its tiers.
+    """Return the layout of vLLM's CPU blocks, with the namespace fields that vLLM tells its tiers.
 
     Raises
     ------
     ConfigError
-        The model's weights are not on this machine: ``model.fingerprint`` has to stand for them.
+        The model's weights are not on this machine, so ``model.fingerprint`` must be set.
     """
     folder = model_folder(config.model.name)
     if fingerprint == "auto":

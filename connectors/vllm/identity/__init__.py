@@ -1,1 +1,1 @@
-"""What names an engine's blocks: what it was given, its files, its weights, its inputs."""
+"""Everything that an engine's block keys depend on: configuration, files, weights and inputs."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters that a rank has in memory, and what they are: digests of what vLLM read."""
+"""The LoRA adapters in a rank's memory, as digests of what vLLM has read."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -24,8 +24,8 @@ MANAGER: Final = "vllm.lora.worker_manager"
 class Adapters:
     """Digests of the adapters that vLLM's manager holds, taken whenever it reads one.
 
-    The manager reads files when it needs an adapter that it does not have, and lets the adapter go
-    when it needs the room: only its objects tell what was computed with.
+    The manager reads an adapter's files when it needs the adapter, and drops it when it needs the
+    room. Only the manager's objects tell which adapter the engine computed with.
 
     Parameters
     ----------
@@ -37,16 +37,16 @@ class Adapters:
         self._manager = manager
         self._notices = notices
         self._held: dict[int, Any] = {}
-        """vLLM's objects, by number, as they were seen the last time."""
+        """vLLM's adapter objects by number, as of the last look."""
         self._seen: dict[int, Seen] = {}
         self._contents: dict[int, bytes] = {}
-        """By number, the digest of what was in memory last."""
+        """Digest of the adapter that was last in memory, by number."""
         self._news: dict[int, Seen] = {}
 
     def read(self, wanted: Wanted) -> None:
-        """Have vLLM's manager read an adapter that it does not have, as it would to run a request.
+        """Let vLLM's manager read a missing adapter, as it would to run a request.
 
-        The adapter is not put into a slot, and takes the room of none that is in use, so nothing
+        The adapter is not put into a slot, and displaces no adapter that is in use. So nothing
         changes for the requests of this step. If there is no room, it is not read.
         """
         request, number = wanted.request, int(wanted.request.lora_int_id)
@@ -74,7 +74,7 @@ class Adapters:
         self._seen[number] = self._news[number] = replace(seen, doubt=wanted.doubt)
 
     def look(self, turn: int) -> set[int]:
-        """See what is in memory in the step ``turn``; the numbers that stand for something else."""
+        """Look at the adapters in memory in the step ``turn``; return the numbers that changed."""
         present = {} if self._manager is None else self._manager._adapter_manager.list_adapters()
         held, self._held = self._held, present
         changed: set[int] = set()
@@ -92,11 +92,11 @@ class Adapters:
         return changed
 
     def changes(self, number: int) -> int:
-        """How often an adapter has been another one than before."""
+        """Return how often the adapter with this number has changed."""
         return self._last(number).changes
 
     def take(self) -> dict[int, Seen]:
-        """By number, what is new since the last call."""
+        """Return the news since the last call, by number."""
         news, self._news = self._news, {}
         return news
 
@@ -104,7 +104,7 @@ class Adapters:
         return self._seen.get(number) or Seen(0, b"", 0, 0)
 
     def _digest(self, number: int, adapter: Any) -> bytes:
-        """Digest of an adapter; empty if it cannot be read."""
+        """Return the digest of an adapter; empty if it cannot be read."""
         try:
             return digest_of(adapter)
         except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
@@ -113,7 +113,7 @@ class Adapters:
 
 
 def manager_of(adapters: Any) -> Any:
-    """The worker manager of vLLM that reads what a model's manager holds; None without one."""
+    """Return vLLM's worker manager that reads adapters for a model's manager; None without one."""
     module = sys.modules.get(MANAGER)
     if adapters is None or module is None:
         return None
@@ -125,12 +125,12 @@ def manager_of(adapters: Any) -> Any:
 
 
 def digest_of(adapter: Any) -> bytes:
-    """Digest of all that an adapter in memory consists of, but its number.
+    """Return the digest of everything in an adapter in memory except its number.
 
     Raises
     ------
     TypeError
-        It has a part that is neither a tensor, nor a number or text.
+        The adapter has a part that is not a tensor, a number or text.
     """
     state = hashlib.sha256(b"kvladder adapter in memory 1")
     for where, value in sorted(_parts("", {**vars(adapter), "id": None})):
@@ -139,7 +139,7 @@ def digest_of(adapter: Any) -> bytes:
 
 
 def _parts(where: str, value: Any) -> Iterator[tuple[str, bytes]]:
-    """What a value consists of, by place."""
+    """Yield the parts of a value: a text that tells place and kind, and the part's digest."""
     if isinstance(value, torch.Tensor):
         yield f"{where} {value.dtype} {tuple(value.shape)}", digest(value)
     elif value is None or isinstance(value, bool | int | float | str):

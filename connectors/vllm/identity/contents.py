@@ -1,8 +1,8 @@
-"""Images, sounds and videos in prompts: what they are, beside what vLLM calls them.
+"""Digests of the images, sounds and videos in prompts, beside vLLM's identifiers of them.
 
-vLLM's block hash covers an item's identifier: a hash of what was sent or, where a client gives
-one, its ``uuid`` or the number in the image's own metadata. Two processes may be sent two items
-under one identifier, so blocks that hold items are named by what the model is given of them, too.
+vLLM's block hash covers an item's identifier: a hash of the sent data or, if a client gives one,
+its ``uuid`` or the number in the image's own metadata. Two processes may get two different items
+under one identifier. So the keys of blocks with items also depend on the items' data.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch
 from kvladder.keys import BlockKey
 
 IDENTIFIERS_MAX: Final = 1 << 16
-"""So many identifiers are remembered, many times as many as vLLM's cache of encoded items holds."""
+"""Maximum number of remembered identifiers; vLLM's cache of encoded items holds far fewer."""
 
 _HANDLES: Final = ("address", "monotonic_id")
-"""What stands in an item whose data the workers find in shared memory."""
+"""Fields of an item with its data in shared memory, where the workers read it."""
 
 
 class Contents:
-    """Digests of what prompts hold beside tokens; one per engine.
+    """Digests of the multimodal items in prompts; one per engine.
 
-    An item whose data cannot be seen here belongs to this process: its blocks are found by nobody
-    else. So do all items of an identifier that came with different data: vLLM takes what it has
-    encoded under an identifier for every item of it.
+    If an item's data cannot be seen here, its blocks get keys that only this process finds. The
+    same holds for all items of an identifier that came with different data. vLLM encodes only one
+    of them, and reuses the result for all.
 
     Parameters
     ----------
     algorithm:
         vLLM's ``mm_hasher_algorithm``.
     shared:
-        Whether encoded items come from other processes, by identifiers: then data says nothing.
+        True if encoded items come from other processes by identifier; then data proves nothing.
     """
 
     def __init__(self, *, algorithm: str = "blake3", shared: bool = False) -> None:
@@ -49,10 +49,10 @@ class Contents:
         self._items: dict[int, tuple[weakref.ref[Any], bytes]] = {}
         self._known: OrderedDict[str, bytes] = OrderedDict()
         self.changes = 0
-        """How many identifiers turned out to stand for more than one item."""
+        """Number of identifiers that turned out to stand for more than one item."""
 
     def of(self, request: Any) -> Items | None:
-        """What a request's prompt holds; None if it is tokens alone."""
+        """Return the items in a request's prompt; None if it has only tokens."""
         features = getattr(request, "mm_features", None)
         if not features:
             return None
@@ -62,7 +62,7 @@ class Contents:
         return Items(self, named)
 
     def name(self, identifier: str) -> bytes:
-        """What an item's blocks are named by beside its identifier."""
+        """Return the digest of an item's data, or this process's nonce if there is no digest."""
         return self._known.get(identifier) or self._nonce
 
     def _see(self, identifier: str, digest: bytes) -> None:
@@ -75,14 +75,14 @@ class Contents:
             self._known.popitem(last=False)
 
     def _digest(self, item: Any) -> bytes:
-        """Digest of an item's data; empty if it cannot be seen."""
+        """Return the digest of an item's data; empty if the data cannot be seen."""
         if item is None or self._shared:
             return b""
         found = self._items.get(id(item))
         if found is not None and found[0]() is item:
             return found[1]
         digest, key = _digest(item, self._algorithm), id(item)
-        with suppress(TypeError):  # then it is digested again when it comes again
+        with suppress(TypeError):  # no weak reference possible: it is digested again next time
             self._items[key] = (weakref.ref(item, lambda _: self._forget(key)), digest)
         return digest
 
@@ -91,7 +91,7 @@ class Contents:
 
 
 def contents_of(vllm_config: Any) -> Contents:
-    """For the engine of this configuration."""
+    """Return the ``Contents`` for an engine with this configuration."""
     settings = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
     return Contents(
         algorithm=getattr(settings, "mm_hasher_algorithm", "blake3"),
@@ -110,12 +110,14 @@ class Items:
         self._names: list[bytes] = []
 
     def bind(self, keys: Sequence[BlockKey], start: int, tokens: int) -> list[BlockKey]:
-        """Names of blocks ``start ...`` of ``tokens`` each, those before the first item unchanged.
+        """Return keys that also depend on the items, for blocks from ``start`` on.
+
+        Blocks have ``tokens`` tokens each. Keys of blocks before the first item stay unchanged.
 
         Parameters
         ----------
         keys:
-            Their names without what is in the items.
+            The blocks' keys without the contents of items.
         """
         if self._changes != self._contents.changes:
             self._changes = self._contents.changes
@@ -124,7 +126,7 @@ class Items:
         return [self._bound(key, end) for key, end in zip(keys, ends, strict=True)]
 
     def _chain(self) -> Iterator[bytes]:
-        """Digests of the first item, of the first two, and so on."""
+        """Yield the digests of the first item, of the first two, and so on."""
         state = hashlib.sha256()
         for identifier in self._identifiers:
             state.update(self._contents.name(identifier))
@@ -148,7 +150,7 @@ def _digest(item: Any, algorithm: Any) -> bytes:
 
 
 def _is_here(data: Any) -> bool:
-    """Whether it can be read without waiting for a device, and is nothing but numbers and text."""
+    """Return whether data is only numbers and text, readable without waiting for a device."""
     if isinstance(data, torch.Tensor):
         return data.device.type == "cpu"
     if isinstance(data, list | tuple):

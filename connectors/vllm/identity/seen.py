@@ -1,4 +1,4 @@
-"""What is told between the halves about weights and LoRA adapters; plain data."""
+"""Messages between the halves about weights and LoRA adapters; plain data."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank found when it looked at its weights, or at an adapter, in a step."""
+    """A rank's finding when it looked at its weights, or at one adapter, in a step."""
 
     changes: int
-    """How often they have changed."""
+    """Number of changes so far."""
     digest: bytes
-    """Empty for an adapter that is not in memory."""
+    """Digest of what is in memory; empty for an adapter that is not there."""
     doubt: int
-    """The last one that it looked for."""
+    """Number of the latest doubt after which the rank has looked."""
     step: int
-    """The first step that may have computed with them."""
+    """The first step that may have computed with these weights."""
     adapters: Mapping[int, Seen] = field(default_factory=dict[int, "Seen"])
-    """By number, what is new of LoRA adapters."""
+    """News of LoRA adapters, by number."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A LoRA adapter that is to be in memory, so that it is known what its requests compute."""
+    """A LoRA adapter that ranks must have in memory, so that its digest is known."""
 
     request: Any
     """vLLM's LoRARequest."""
     doubt: int
-    """The last one about this adapter: it is read anew if it was read before that."""
+    """Number of the latest doubt about this adapter; ranks read it again if they read it before."""
     kept: frozenset[int]
-    """Numbers of adapters that requests use: they do not make way for it."""
+    """Numbers of the adapters that requests use; these are not evicted for it."""

@@ -1,4 +1,4 @@
-"""The weights that a rank computes with, and which weights blocks are named after."""
+"""The weights that a rank computes with, and the weights that block keys stand for."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from kvladder.connectors.vllm.identity.seen import Seen, Wanted
 from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
 
-if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
+if TYPE_CHECKING:  # importing it needs vLLM, and only types need it here
     from kvladder.connectors.vllm.step import Report, StepMetadata
 
 Module = torch.nn.Module
 
 PROBES: Final = 128
-"""How many inputs a layer whose weights cannot be seen is asked about, in each of two ways."""
+"""Maximum number of probe inputs, in each of two groupings, for a layer with hidden weights."""
 _PASSING: Final = "_non_persistent_buffers_set"
 LOAD: Final = "load_weights"
-"""The method of vLLM's models that takes the tensors of a checkpoint."""
+"""The method of vLLM's models that loads the tensors of a checkpoint."""
 LORAS: Final = "lora_manager"
-"""The attribute of vLLM's models that has the adapters in memory."""
+"""The attribute of vLLM's models that holds the adapters in memory."""
 OFFLOADER: Final = "vllm.model_executor.offloader"
 
 
 class Loaded:
-    """The models of one rank that have layers whose KV is kept: the model, and one for drafts.
+    """The models of one rank that have layers with KV: the model, and one for drafts.
 
-    vLLM shows a connector no models, only layers; those above them are found once, at start, among
-    all modules of the process. ``close`` undoes what watches them.
+    vLLM shows a connector only layers, not models. The modules above the layers are found once,
+    at start, among all modules of the process. ``close`` removes the hooks that watch them.
 
     Parameters
     ----------
     layers:
-        vLLM's layers by name, those with KV among them.
+        vLLM's layers by name, including those with KV.
 
     Raises
     ------
     ConfigError
-        None of them is a module, so nothing can be known of the weights.
+        No layer is a module, so the weights cannot be found.
     """
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._models = models_of(layers)
         managers = (manager_of(vars(one).get(LORAS)) for one in self._models.values())
         self.loras: Any = next((one for one in managers if one is not None), None)
-        """vLLM's worker manager of LoRA adapters; None without adapters."""
+        """vLLM's worker manager of LoRA adapters; None if the engine has none."""
         if not self._models:
             what = "the model that computes the KV is not found in this process"
             raise ConfigError(what, hint="use a version of vLLM that docs/vllm.md names")
@@ -69,12 +69,15 @@ class Loaded:
             self._watch(model)
 
     def _registered(self, module: Module, name: str, parameter: Any) -> None:
-        """PyTorch calls this whenever a module of the process is given a parameter."""
+        """Mark the weights as touched if ``module`` is part of a watched model.
+
+        PyTorch calls this whenever a parameter is registered in any module.
+        """
         if id(module) in self._modules:
             self._touched = True
 
     def _watch(self, model: Module) -> None:
-        """Notice when this model is asked to load weights, by whomever."""
+        """Wrap the model's ``load_weights``, so that any call of it marks them as touched."""
         load: Any = getattr(model, LOAD, None)
         if load is None:
             return
@@ -87,10 +90,10 @@ class Loaded:
         setattr(model, LOAD, watched)
 
     def touched(self) -> bool:
-        """Whether anything is known to have written to the weights since ``fingerprint``.
+        """Return whether a write to the weights was detected since ``fingerprint``.
 
-        That is: tensors were loaded into a model, a parameter was replaced, or one was changed in
-        place. What writes to ``parameter.data`` itself is not seen. Takes 60 ns a parameter.
+        It detects tensors loaded into a model, replaced parameters, and changes in place. It does
+        not detect writes to ``parameter.data``. Takes 60 ns per parameter.
         """
         return self._touched or self._count() != self._versions
 
@@ -98,14 +101,15 @@ class Loaded:
         return sum([one._version for one in self._parameters])
 
     def fingerprint(self) -> bytes:
-        """Digest of all parameters, and of the buffers that a checkpoint would have.
+        """Return the digest of all parameters, and of the buffers that a checkpoint would have.
 
-        Computed where they lie, or where they are brought to compute with; reads all of them.
+        Reads all of them, on the device where they lie or where the model computes.
 
         Raises
         ------
         RuntimeError
-            They cannot be read, or are half loaded; they count as touched until they can.
+            The weights cannot be read, or are half loaded. They count as touched until a call
+            succeeds.
         """
         self._touched = True
         self._parameters = [
@@ -130,7 +134,7 @@ class Loaded:
         return state.digest()
 
     def close(self) -> None:
-        """Let go of the models. May be called again."""
+        """Release the models, and stop watching them. May be called again."""
         self._registering.remove()
         for model in self._models.values():
             vars(model).pop(LOAD, None)
@@ -139,10 +143,10 @@ class Loaded:
 
 
 def models_of(layers: Mapping[str, Any]) -> dict[str, Module]:
-    """The outermost modules around these layers, each by the name of its first layer."""
+    """Return the outermost modules around these layers, each by the name of its first layer."""
     above: dict[int, list[Module]] = {}
     for one in gc.get_objects():
-        if issubclass(type(one), Module):  # isinstance would ask objects that only pose as others
+        if issubclass(type(one), Module):  # isinstance would run the code of proxy objects
             for part in one._modules.values():
                 above.setdefault(id(part), []).append(one)
     found: dict[int, tuple[str, Module]] = {}
@@ -161,20 +165,20 @@ def models_of(layers: Mapping[str, Any]) -> dict[str, Module]:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model computes: some of its weights may lie in host memory all the same."""
+    """Return the device where a model computes, even if some of its weights lie in host memory."""
     devices = [one.device for one in model.parameters() if not one.is_meta]
     return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
 
 
 def prefetched() -> dict[int, torch.Tensor]:
-    """By the parameter's identity, weights that vLLM brings in layer by layer, where they stay.
+    """Return the host copies of weights that vLLM prefetches layer by layer, by parameter id.
 
-    The parameters are buffers on the device that layers share: they have what was needed last.
+    The parameters themselves are device buffers that layers share, with the last layer's weights.
 
     Raises
     ------
     RuntimeError
-        There are some, and this vLLM does not tell where.
+        vLLM offloads weights, but this version does not tell where they are.
     """
     offloader: Any = sys.modules.get(OFFLOADER)  # vLLM imported it if it offloads anything
     try:
@@ -188,9 +192,10 @@ def prefetched() -> dict[int, torch.Tensor]:
 def tensors_of(
     model: Any, stored: Mapping[int, torch.Tensor] = MappingProxyType({})
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model computes with, by name, whether or not its layers are made for adapters.
+    """Yield the tensors that a model computes with, by name.
 
-    ``stored`` is what ``prefetched`` found.
+    The names are the same with and without layers for adapters. ``stored`` is what ``prefetched``
+    returned.
     """
     device = device_of(model)
     modules: Iterator[tuple[str, Any]] = model.named_modules()
@@ -211,7 +216,7 @@ def tensors_of(
 
 
 def _parts(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hold the bytes of one: those of quantized and shared ones lie within."""
+    """Yield the tensors that hold the bytes of a tensor; quantized and shared ones wrap several."""
     partitions: Mapping[Any, Any] | None = getattr(tensor, "partitions", None)
     if partitions is not None:
         for index, one in partitions.items():
@@ -224,10 +229,11 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _answers(name: str, module: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a linear layer makes of certain inputs: vLLM on a CPU packs weights out of sight.
+    """Yield a linear layer's outputs for probe inputs, which stand for its weights.
 
-    Each input adds up the columns of its group, two groupings of them, so every weight counts
-    twice, among others. Of a layer with few inputs the answers are the weights, exactly.
+    Needed because vLLM on a CPU packs weights where they cannot be read. Each input sums the
+    columns of one group. There are two groupings, so every weight counts in two sums. If a layer
+    has at most ``PROBES`` inputs, the outputs are its weights.
     """
     apply = getattr(getattr(module, "quant_method", None), "apply", None)
     width = getattr(module, "input_size_per_partition", 0)
@@ -243,24 +249,24 @@ def _answers(name: str, module: Any, device: torch.device) -> Iterator[tuple[str
 
 
 PATIENCE: Final = 1000
-"""Steps after which requests do not wait any more for ranks that do not answer."""
+"""Number of steps after which requests stop waiting for ranks that have not looked yet."""
 STEPS_MAX: Final = 16
-"""Steps remembered that ranks may not have begun yet; vLLM has two at most."""
+"""Number of remembered steps that ranks may not have begun yet; vLLM has two at most."""
 OUTDATED_MAX: Final = 4
-"""Caches remembered that have other adapters' KV; vLLM has one, and those of steps under way."""
+"""Number of remembered caches with other adapters' KV: vLLM's, and those of steps in flight."""
 
 
 def combined(digests: Sequence[bytes]) -> bytes:
-    """Digest of all ranks' weights."""
+    """Return the digest of all ranks' weights."""
     return hashlib.sha256(b"kvladder weights of ranks 1" + b"".join(digests)).digest()
 
 
 MODEL: Final = 0
-"""Stands for the model itself among the numbers of adapters, which begin with 1."""
+"""The number of the model itself; the numbers of adapters begin with 1."""
 
 
 class _Held:
-    """What the ranks have in memory of the model, or of one adapter."""
+    """The ranks' latest findings for the model, or for one adapter."""
 
     def __init__(self, digests: Sequence[bytes]) -> None:
         self.digests = list(digests)
@@ -270,16 +276,16 @@ class _Held:
 
     @property
     def digest(self) -> bytes:
-        """Of all ranks, as far as they have looked."""
+        """The digest of all ranks, as of their last looks."""
         return combined(self.digests)
 
     @property
     def known(self) -> bool:
-        """Whether all ranks have it, and have looked since the last doubt."""
+        """True if all ranks have it in memory, and have looked since the last doubt."""
         return min(self.looked) >= self.doubt and all(self.digests)
 
     def take(self, rank: int, seen: Seen) -> bool:
-        """Take in what a rank saw; whether it is something else than before."""
+        """Record what a rank saw; return whether it has changed."""
         changed = seen.changes != self.changes[rank]
         self.looked[rank], self.changes[rank] = seen.doubt, seen.changes
         self.digests[rank] = seen.digest
@@ -287,38 +293,38 @@ class _Held:
 
 
 class _Name:
-    """What an adapter's name and path stand for, by which vLLM's own prefix cache goes."""
+    """The adapters behind one name and path, which vLLM's own prefix cache uses for its hashes."""
 
     def __init__(self) -> None:
         self.digest: bytes | None = None
-        """What the last request computed with; None if that is not known."""
+        """Digest of the adapter that the last request computed with; None if not known."""
         self.cache: object = self
-        """vLLM's own prefix cache as of that request."""
+        """vLLM's own prefix cache at the time of that request."""
         self._outdated: deque[object] = deque(maxlen=OUTDATED_MAX)
-        """Caches that may have KV which other adapters made."""
+        """Caches that may have KV made by another adapter."""
 
     def outdate(self, cache: object) -> None:
-        """Note that ``cache`` may have KV which another adapter made."""
+        """Record that ``cache`` may have KV made by another adapter."""
         if not self.outdated(cache):
             self._outdated.append(cache)
 
     def outdated(self, cache: object) -> bool:
-        """Whether ``cache`` may have KV which another adapter made."""
+        """Return whether ``cache`` may have KV made by another adapter."""
         return any(cache is one for one in self._outdated)
 
 
 class Weights:
-    """What the scheduler half knows of the ranks' weights, and of their LoRA adapters.
+    """The scheduler half's state of the ranks' weights, and of their LoRA adapters.
 
-    The namespace is that of the weights at start. After a change every name has a mark of the new
-    ones; with the old ones the old names return. While there is a doubt no name is used: ranks
-    look at their memory in a step in which the engine is awake, before its forward pass, and the
-    answer comes with the report. A step tells each rank which of its changes are known: a rank
-    that has seen another one copies nothing in it.
+    The namespace is that of the weights at start. After a change, every key has a mark of the new
+    weights; if the old weights return, so do the old keys. While there is a doubt, no key is used.
+    The ranks then look at their memory before the forward pass of a step in which the engine is
+    awake, and answer with the report. Each step tells each rank which of its changes are known. A
+    rank that has seen another change copies nothing in that step.
 
-    An adapter is known by the same means while all ranks have it in memory; see ``want``. Ranks
-    look at their adapters in each step, before its forward pass and after it, so there is no
-    doubt about them, but where a request wants an adapter read anew.
+    An adapter is known in the same way while all ranks have it in memory; see ``want``. Ranks look
+    at their adapters in each step, before and after its forward pass. So a doubt about an adapter
+    arises only if a request wants it read again.
     """
 
     def __init__(self, digests: Sequence[bytes]) -> None:
@@ -329,57 +335,58 @@ class Weights:
         """The LoRARequest of an adapter that the ranks are to read in the next step."""
         self._names: dict[tuple[str, str], _Name] = {}
         self._named: dict[int, _Name] = {}
-        """By number, the name of an adapter that requests began with."""
+        """Name of the adapter that requests began with, by the adapter's number."""
         self._awake = False
         self._steps = 0
         self._unanswered = 0
         self._caches: deque[tuple[int, object]] = deque(maxlen=STEPS_MAX)
-        """By step, what vLLM's own prefix cache was."""
+        """vLLM's own prefix cache in each of the last steps, with the step's number."""
         self._outdated: object = self
 
     @property
     def digest(self) -> bytes:
-        """Of the weights of all ranks, as far as they were looked at."""
+        """The digest of the weights of all ranks, as of their last looks."""
         return self._model.digest
 
     @property
     def mark(self) -> int:
-        """What is added to names, bit by bit without carry; nothing for the weights at start."""
+        """The mark combined (XOR) with all keys; 0 for the weights at start."""
         digest = self.digest
         return 0 if digest == self._first else int.from_bytes(digest)
 
     @property
     def known(self) -> bool:
-        """Whether all ranks have looked since the last doubt."""
+        """True if all ranks have looked since the last doubt."""
         return self._model.known
 
     @property
     def patient(self) -> bool:
-        """Whether it is worth to wait until they are known."""
+        """True if requests should still wait until the weights are known."""
         return self._unanswered < PATIENCE
 
     def doubt(self) -> None:
-        """They may be others by now."""
+        """Record that the weights may have changed, so that all ranks look again."""
         self._model.doubt += 1
         self._unanswered = 0
 
     def adapter(self, number: int) -> bytes | None:
-        """Digest of an adapter on all ranks; None while one does not have it in memory."""
+        """Return the digest of an adapter on all ranks; None unless all have it in memory."""
         held = self._adapters.get(number)
         return held.digest if held is not None and held.known else None
 
     def doubt_adapter(self, number: int) -> None:
-        """An adapter is to be read anew before it is known again."""
+        """Require that ranks read an adapter again before it is known."""
         self._held(number).doubt += 1
 
     def want(self, lora: Any) -> None:
-        """Have the ranks read an adapter in the next step, if no other is wanted before."""
+        """Ask the ranks to read an adapter in the next step, unless one is already asked for."""
         self._wanted = self._wanted or lora
 
     def begins(self, lora: Any, digest: bytes | None, cache: object) -> None:
-        """A request begins to compute with an adapter, whose ``digest`` is None if not known.
+        """Record that a request begins to compute with an adapter.
 
-        ``cache`` is vLLM's own prefix cache, which takes what is computed under the adapter's name.
+        ``digest`` is the adapter's digest, None if not known. ``cache`` is vLLM's own prefix cache,
+        which stores the computed blocks under the adapter's name.
         """
         one = self._names.setdefault((lora.lora_name, lora.lora_path), _Name())
         self._named[int(lora.lora_int_id)] = one
@@ -392,15 +399,16 @@ class Weights:
         return self._adapters.setdefault(number, _Held([b""] * ranks))
 
     def awake(self) -> None:
-        """A request may be scheduled: the weights are in memory, also after a sleep."""
+        """Record that the engine is awake: a request may run, so the weights are in memory."""
         self._awake = True
 
     def prepare(
         self, step: StepMetadata, *, runs: bool, cache: object, kept: Iterable[int] = ()
     ) -> None:
-        """Complete a step; ``runs``: it has a forward pass. ``cache`` is vLLM's own.
+        """Set the fields of a step that concern weights and adapters.
 
-        ``kept`` are the numbers of the adapters of requests that have begun.
+        ``runs`` is True if the step has a forward pass. ``cache`` is vLLM's own prefix cache.
+        ``kept`` has the numbers of the adapters of requests that have begun.
         """
         self._steps += 1
         step.turn, step.weights = self._steps, tuple(self._model.changes)
@@ -418,9 +426,10 @@ class Weights:
             self._caches.append((self._steps, cache))
 
     def report(self, report: Report) -> set[int]:
-        """Take in what ranks saw; which adapters of a rank, or MODEL, are others than before.
+        """Record what the ranks saw; return the numbers of changed adapters, and MODEL if changed.
 
-        The weights of other ranks may be, too: unless all have looked by now, all look again.
+        If one rank's weights have changed, those of others may have, too. So all ranks look again,
+        unless this report has news from all of them.
         """
         changed, was_known = set[int](), self.known
         for rank, seen in report.seen.items():
@@ -436,21 +445,22 @@ class Weights:
         return changed
 
     def _rename(self, number: int, step: int) -> None:
-        """An adapter has been another one since a step: so has what its name stands for."""
+        """Record that an adapter, and so what its name stands for, changed in a step."""
         named = self._named.get(number)
         if named is not None:
             named.digest = self.adapter(number)
             named.outdate(self._before(step))
 
     def _before(self, step: int) -> object:
-        """What vLLM's own prefix cache was in the last step before this one that ran."""
+        """Return vLLM's own prefix cache in the last remembered step before this one."""
         before = [cache for turn, cache in self._caches if turn < step]
         return before[-1] if before else self
 
     def outdated(self, cache: object, lora: Any = None, digest: bytes | None = None) -> bool:
-        """Whether vLLM's own prefix cache may have KV that other weights made.
+        """Return whether vLLM's own prefix cache may have KV made by other weights.
 
-        ``digest`` is that of the adapter ``lora`` of the request that would begin with it.
+        ``lora`` is the adapter of the request that would begin with this KV, and ``digest`` is the
+        adapter's digest.
         """
         if cache is self._outdated or lora is None:
             return cache is self._outdated

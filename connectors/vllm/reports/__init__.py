@@ -1,1 +1,1 @@
-"""What vLLM and its users are told: metrics, events, log lines."""
+"""Reports to vLLM and its users: metrics, events, log lines."""

@@ -1,4 +1,4 @@
-"""What the cache stores and removes, as vLLM's KV events: every tier, under vLLM's block hashes."""
+"""Reports what all tiers store and remove as vLLM's KV events, under vLLM's block hashes."""
 
 from __future__ import annotations
 
@@ -25,65 +25,65 @@ from kvladder.manager import CacheManager
 from kvladder.publishing.announcer import Announcer
 
 KNOWN_MAX: Final = 1 << 16
-"""Blocks whose tokens can be told: those that requests saved or asked for last."""
+"""Maximum number of blocks with known tokens: those that requests saved or asked for last."""
 
 
 class Name(NamedTuple):
-    """What vLLM calls a block."""
+    """vLLM's name of a block."""
 
     hash: bytes
     group: int = 0
 
 
 class AnnouncedBlock(NamedTuple):
-    """What is told of a block; a few hundred bytes, whatever becomes of its request."""
+    """The data that events report of a block; a few hundred bytes that outlive its request."""
 
     name: Name
     parent: bytes | None
-    """The name of the block before it."""
+    """Hash of the block before it; None for the first."""
     tokens: array[int]
     lora: tuple[int | None, str | None]
     extra: tuple[Any, ...] | None = None
-    """What else its hash depends on, as vLLM publishes it: cache salt, images, adapter."""
+    """Other inputs of its hash, as vLLM publishes them: cache salt, images, adapter."""
 
 
 UNKNOWN: Final = AnnouncedBlock(Name(b""), None, array("i"), (None, None))
-"""What is told of a block that no request is known to have."""
+"""The data reported of a block that belongs to no known request."""
 
 
 class Kind(NamedTuple):
-    """What is told of each block of a group."""
+    """The data reported of each block of a group."""
 
     tokens: int
     hashes: int
-    """vLLM's hashes per block; the last one is its name."""
+    """vLLM's hashes per block; the last one is the block's name."""
     fields: dict[str, Any]
 
     def name(self, hashes: Sequence[bytes], position: int) -> bytes | None:
-        """The name of a request's block in this group; None before the first."""
+        """Return the hash of a request's block in this group; None before the first block."""
         return hashes[(position + 1) * self.hashes - 1] if position >= 0 else None
 
 
 def external(block_hash: bytes) -> Any:
-    """A hash as vLLM publishes it: bytes or, where it is configured so, a number."""
+    """Return a hash as vLLM publishes it: bytes or, if so configured, a number."""
     return maybe_convert_block_hash(BlockHash(block_hash))
 
 
 def enabled(vllm_config: Any) -> bool:
-    """Whether vLLM publishes KV events."""
+    """Return whether vLLM publishes KV events."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
 
 
 def _extra(request: Any, start: int, tokens: int) -> tuple[Any, ...] | None:
-    """What the hash of a request's block depends on beside its tokens and its parent."""
+    """Return the inputs of a block's hash beside its tokens and its parent; None without any."""
     keys, _ = generate_block_hash_extra_keys(request, start, start + tokens, 0)
     found = to_event_extra_keys([keys])
     return None if found is None else found[0]
 
 
 def kinds_of(groups: VllmGroups, kv_cache_config: Any) -> list[Kind]:
-    """What is told of the blocks of each of vLLM's groups."""
+    """Return the data reported of blocks, for each of vLLM's groups."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
         Kind(
@@ -99,12 +99,12 @@ def kinds_of(groups: VllmGroups, kv_cache_config: Any) -> list[Kind]:
 
 
 class KVEvents:
-    """Makes vLLM's events of a cache's.
+    """Turns a cache's events into vLLM's.
 
-    A block's tokens and parent are told while a request is remembered that has it; else, as for
-    what was recovered at start, only its hash, in the form of vLLM's own placeholders: no tokens,
-    block size 0. ``medium`` is CPU for host memory and STORAGE below it, ``ownership`` the name of
-    a level below host, so that two levels of one medium are told apart.
+    An event has a block's tokens and parent while a request with that block is remembered. For
+    others, such as blocks recovered at start, it has only the hash, in the form of vLLM's own
+    placeholders: no tokens, block size 0. ``medium`` is CPU for host memory and STORAGE below it.
+    ``ownership`` is the name of a level below host, to distinguish two levels of one medium.
     """
 
     def __init__(
@@ -120,39 +120,41 @@ class KVEvents:
         for name, medium in below:
             self._where[name] = {"medium": medium, "ownership": name}
         self._known: dict[BlockKey, AnnouncedBlock] = {}
-        """The latest last."""
+        """Data of blocks of recent requests, the latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
-        """By level, under which names blocks were announced whose keys are not their names."""
+        """Announced names that differ from the block's key, by level and key."""
         self._mark = 0
-        """What is in every key of the weights that are used now, beside vLLM's hash."""
+        """The mark combined with vLLM's hash in every key of the current weights."""
 
     @property
     def pending(self) -> bool:
-        """Whether there is more to tell even if nothing happens."""
+        """True if events are still to be reported, even if nothing new happens."""
         return self._announcer.pending
 
     def watch(self, queue: Iterable[Any]) -> None:
-        """Look at what vLLM's own pool is going to say in this step.
+        """Look at the events that vLLM's own pool will publish in this step.
 
-        If that is that all is cleared, listeners may forget other media too: they are told again.
+        If they say that all blocks are cleared, listeners may forget other media, too. All blocks
+        of the cache are then announced again.
         """
         if any(isinstance(event, AllBlocksCleared) for event in queue):
             self._announcer.repeat()
 
     def rename(self, mark: int) -> None:
-        """The weights are others: blocks of the ones before are not found under vLLM's hashes.
+        """Announce the blocks again after the weights have changed to those with this ``mark``.
 
-        Nor are they known by their keys any more, and those of the weights of now are again.
+        Blocks of the previous weights are no longer found under vLLM's hashes. Blocks of the
+        current weights are found again.
         """
         self._mark = mark
         self._known.clear()
         self._announcer.renew()
 
     def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
-        """These are the blocks of a group of a request from the ``first`` on."""
+        """Remember the data of a request's blocks in a group, from position ``first`` on."""
         known = self._known
         if not keys or (keys[0] in known and keys[-1] == next(reversed(known))):
-            return  # as it was the last time
+            return  # the same blocks as in the last call
         kind, hashes, lora = self._kinds[group], request.block_hashes, request.lora_request
         adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
         size, new = kind.tokens, any(key not in known for key in keys)
@@ -173,23 +175,23 @@ class KVEvents:
             del known[key]
 
     def take(self) -> list[KVCacheEvent]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         found: list[KVCacheEvent] = []
         for event in self._announcer.take():
             found += self._stored(event) if isinstance(event, Stored) else self._removed(event)
         return found
 
     def _named(self, key: BlockKey) -> AnnouncedBlock:
-        """What is told of a block, and its name in vLLM.
+        """Return the data of a block, with its name in vLLM.
 
-        Of a block that no request is known to have the name is the key: that is vLLM's hash unless
-        other weights, another group or a LoRA adapter are bound into it.
+        Without a known request, the name is the key without the current weights' mark. That is
+        vLLM's hash, unless other weights, another group or a LoRA adapter are bound into the key.
         """
         known = self._known.get(key)
         return known or UNKNOWN._replace(name=Name(marked([key], self._mark)[0]))
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
-        """One event for each run of blocks that follow each other, or of which nothing is known."""
+        """Return one event for each run of consecutive blocks, or of blocks without data."""
         runs: list[list[AnnouncedBlock]] = []
         for key in event.keys:
             known = self._named(key)

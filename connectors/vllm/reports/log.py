@@ -1,6 +1,6 @@
-"""What is logged inside vLLM: through vLLM's handlers, and little of it.
+"""Writes the cache's log, kept short, through vLLM's handlers.
 
-Only loggers below ``vllm`` have vLLM's handlers, which say process, time and place. The cache logs
+Only loggers below ``vllm`` have vLLM's handlers, which add process, time and place. The cache logs
 as ``kvladder``, since it does not know its engine.
 """
 
@@ -15,11 +15,11 @@ from kvladder.manager import CacheManager
 logger = logging.getLogger("vllm.kvladder")
 
 TESTED = ((0, 32), (0, 33))
-"""The versions of vLLM, major and minor, that the tests were run with; docs/vllm.md has them."""
+"""Versions of vLLM, major and minor, that the tests were run with; also listed in docs/vllm.md."""
 
 
 class _ToVLLM(logging.Handler):
-    """Hands on what the cache logs, as if vLLM's own logger had been called."""
+    """Passes the cache's log records on, as if vLLM's own logger had been called."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logger.isEnabledFor(record.levelno):
@@ -27,26 +27,27 @@ class _ToVLLM(logging.Handler):
 
 
 def route() -> None:
-    """Have vLLM's handlers print what the cache logs, unless it has others; idempotent."""
+    """Send the cache's log to vLLM's handlers, unless it has handlers. May be called again."""
     cache = logging.getLogger("kvladder")
     if cache.handlers:
         return
     cache.addHandler(_ToVLLM())
-    cache.propagate = False  # or what root prints would be there twice
+    cache.propagate = False  # else the root logger would print each record a second time
     if cache.level == logging.NOTSET:
         cache.setLevel(logger.getEffectiveLevel())
 
 
 def say_ready(manager: CacheManager, config: StackConfig) -> None:
-    """Log what was opened: at most ten lines, and every setting for those who debug."""
+    """Log a summary of the opened cache in at most ten lines, and all settings at debug level."""
     logger.info("kvladder is ready: %s", "\n".join(config.summary(manager.layout)))
     logger.debug("kvladder's settings\n%s", manager.describe())
 
 
 def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
-    """Log what vLLM allows and nobody means, a line each; the cache's start says the rest.
+    """Log a warning for each setting that vLLM allows but that is probably a mistake.
 
-    ``vllm_config`` is None where vLLM does not hand it over: then nothing is said of it.
+    The cache's start logs its own warnings. ``vllm_config`` is None if vLLM does not hand it over;
+    then only the version is checked.
     """
     found = [untested(version)]
     transfer = getattr(vllm_config, "kv_transfer_config", None)
@@ -63,10 +64,10 @@ def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
 
 
 def untested(version: str) -> str:
-    """What to say of a version of vLLM that the tests were not run with; empty if they were."""
+    """Return a warning if the tests were not run with this version of vLLM, else empty text."""
     try:
         minor = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:  # built from a checkout without tags
+    except ValueError:  # vLLM was built from a checkout without tags
         minor = ()
     if minor in TESTED:
         return ""
@@ -78,7 +79,7 @@ def untested(version: str) -> str:
 
 
 def lost_at_shutdown(config: StackConfig) -> str:
-    """What to say if vLLM ends the engine at once; empty if nothing is lost by that."""
+    """Return a warning for vLLM ending the engine at once; empty text if that loses nothing."""
     late = late_levels(config)
     if not late:
         return ""
@@ -90,10 +91,10 @@ def lost_at_shutdown(config: StackConfig) -> str:
 
 
 def late_levels(config: StackConfig) -> list[str]:
-    """Levels that outlive the engine and get blocks late: what waits for them is lost with it.
+    """Return the levels that outlive the engine and get blocks late; it may end before they do.
 
-    Blocks for a level with ``when: evict`` wait in host memory for it, unless another level that
-    outlives the engine takes them when they are complete.
+    Blocks for a level with ``when: evict`` wait in host memory. They are lost with the engine,
+    unless another level that outlives it takes them as soon as they are complete.
     """
     lasting = [level for level in config.levels if level.outlives]
     at_once = [level.rule for level in lasting if level.when == "commit"]

@@ -1,7 +1,7 @@
-"""Statistics on their way to vLLM's log and Prometheus: changes, from the scheduler's process.
+"""Sends statistics from the scheduler's process to vLLM's log and Prometheus, as changes.
 
-The scheduler half sends what has changed since it sent last; vLLM adds that up where it logs and
-where it exposes metrics, which is another process or several.
+The scheduler half sends the changes since the last time. vLLM adds them up where it logs and where
+it exposes metrics, which is in one or several other processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvladder.metrics import Stats
 from kvladder.publishing.exposition import METRICS, samples
 
 VLLM_PREFIX: Final = "vllm:"
-"""Before the names of metrics, so that vLLM finds them to be its own."""
+"""Prefix of all metrics' names, so that vLLM treats them as its own."""
 EVERY_S: Final = 1.0
-"""How often, at most, while requests run."""
+"""Minimum seconds between two sends while requests run."""
 
 Values = dict[str, dict[str, Any]]
-"""By metric and by its labels, joined by commas: a number, or of a histogram its sum and counts."""
+"""Values by metric and labels (joined by commas): a number, or a histogram's sum and counts."""
 
 _MADE_OF: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
     "counter": (Counter, {}),
@@ -37,7 +37,7 @@ _LOGGED = ("queried", "hit", "late", "dropped", "corrupt")
 
 
 class KVLadderStats(KVConnectorStats):  # type: ignore[misc]
-    """What has changed; plain data, so that it crosses processes."""
+    """Changes of metrics, as plain data that crosses processes."""
 
     data: Values
 
@@ -60,7 +60,7 @@ class KVLadderStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: what each tier was asked for and served, and what went wrong."""
+        """Return the counts for the log: blocks queried, hit, late, dropped and corrupt by tier."""
         found: dict[str, int | float] = {}
         for what in _LOGGED:
             for labels, value in self.data.get(f"kvladder_tier_{what}_blocks_total", {}).items():
@@ -70,12 +70,12 @@ class KVLadderStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Changes:
-    """Finds what to send: counters and histograms as differences, gauges as they are.
+    """Computes what to send: differences of counters and histograms, current values of gauges.
 
     Parameters
     ----------
     now:
-        Monotonic seconds.
+        Returns monotonic seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -84,9 +84,9 @@ class Changes:
         self._due_s = now()
 
     def take(self, stats: Callable[[], Stats], *, last: bool) -> KVLadderStats | None:
-        """What has changed since the last call; None if nothing has, or if it is too soon.
+        """Return the changes since the last send; None if there are none, or if it is too soon.
 
-        ``last`` says that no call may follow for long.
+        ``last`` is True if no call may follow for a long time; then it is never too soon.
         """
         now_s = self._now()
         if now_s < self._due_s and not last:
@@ -111,7 +111,7 @@ class Changes:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """vLLM's Prometheus metrics of kvladder; in the process that exposes them."""
+    """kvladder's metrics in vLLM's Prometheus output, in the process that exposes them."""
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 def _add(child: Any, le: tuple[float, ...], value: list[float]) -> None:
     """Add ``value``, a sum and counts, to a histogram that takes one observation at a time.
 
-    Thousands of blocks may be evicted in a step, so where the buckets can be reached they are
-    counted up at once; else each counts as its bucket's bound, and the sum is about right.
+    A step may evict thousands of blocks. So if the buckets are accessible, they are incremented
+    directly. Otherwise each observation counts as its bucket's bound, and the sum is approximate.
     """
     total, *counts = value
     buckets = getattr(child, "_buckets", None)
