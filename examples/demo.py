@@ -92,7 +92,7 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
 
     def generate(self, prompt: list[int]) -> Any:
-        """What vLLM says to a prompt."""
+        """Return vLLM's answer to a prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
@@ -244,7 +244,7 @@ class Demo:
         self.rows.append(cells)
 
     def table(self) -> str:
-        """What was measured, as text."""
+        """Return the measurements as a table."""
         head = [
             "run", "TTFT", "host", "files", "GPU to host", "host to GPU", "to files", "from files",
             "identical to no connector",
@@ -258,7 +258,7 @@ class Demo:
 
 
 def delta(answer: Answer, tier: str, counter: str) -> float:
-    """How much a counter grew during a request."""
+    """Return how much a counter grew during a request."""
     grown: float = answer["after"].get(tier, {}).get(counter, 0) - answer["before"].get(
         tier, {}
     ).get(counter, 0)
@@ -324,7 +324,7 @@ def show(demo: Demo) -> None:
 
 
 def controls(demo: Demo, kv: Path, extra: dict[str, Any], said: list[int]) -> None:
-    """What must not be served is not."""
+    """Show that blocks are not served which must not be."""
     flip_a_byte(kv)
     (answer,) = demo.engine("control: one byte on disk is flipped", extra, "serve")
     demo.row("control: flipped byte", answer, said)

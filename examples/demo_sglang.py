@@ -60,7 +60,7 @@ class Kvladder:
         }  # fmt: skip
 
     def pages(self, engine: Engine) -> int:
-        """How many there are."""
+        """Return the number of pages."""
         return int(engine.stats()["files"]["blocks"])
 
     def damage(self) -> None:
@@ -83,7 +83,7 @@ class SGLangFiles:
         self.extra = {"file_storage_path": str(self.files)}
 
     def pages(self, engine: Engine) -> int:
-        """How many there are."""
+        """Return the number of pages."""
         return len(list(self.files.glob("*.bin")))
 
     def damage(self) -> None:
@@ -175,7 +175,7 @@ BEGUN = time.monotonic()
 
 
 def claims(ours: Demo) -> dict[str, bool]:
-    """What has to hold of kvladder."""
+    """Return each claim about kvladder and whether it held."""
     stored = {run: found.storage for run, found in ours.found.items()}
     return {
         "every answer is the one that was computed": all(

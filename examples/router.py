@@ -1,4 +1,4 @@
-"""A router in front of vLLM servers: a request goes to whoever has to compute least for it.
+"""A router in front of vLLM servers: a request goes to the one that has to compute least for it.
 
     python router.py --port 8000 \\
         --engine http://127.0.0.1:8001,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \\

@@ -42,7 +42,7 @@ tiers:
 
 @dataclass(eq=False)
 class Job:
-    """What a user asks for, and what came of it so far."""
+    """A user's request, and its results so far."""
 
     prompt: list[int]
     tokens_max: int
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is not done."""
+        """Return whether a job is not done."""
         return bool(self.waiting or self.running or self.suspended)
 
     def step(self) -> None:
@@ -209,7 +209,7 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def _computes_for(self, other: Job, job: Job) -> bool:
-        """Whether ``other`` is about to compute whole blocks that ``job`` begins with, too."""
+        """Return whether ``other`` will soon compute whole blocks that ``job`` begins with, too."""
         shared = 0
         for left, right in zip(other.prompt, job.prompt, strict=False):
             if left != right or other.salt != job.salt:
@@ -219,7 +219,7 @@ class Engine:
         return other.requests[0].computed < shared // size * size
 
     def _has_room_for_beams(self, job: Job) -> bool:
-        """Whether there is room for all that its beams compute: to begin anew takes long."""
+        """Return whether all that its beams compute has room: to begin anew takes long."""
         if job.beams == 1:
             return True
         for group, pool in zip(self.model.requests.groups, self.model.cache.pools, strict=True):
@@ -265,7 +265,7 @@ class Engine:
                 return  # the next step asks again
             except OutOfBlocks:
                 if len(new) > 1:
-                    job.drafts = []  # nobody makes way for these
+                    job.drafts = []  # no other job makes way for these
                     continue
                 if len(self.running) == 1:
                     raise

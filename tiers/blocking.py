@@ -50,7 +50,7 @@ class CallBatch(Generic[T]):
                 self._results[number] = call()
         except StopIteration as error:  # which a coroutine cannot raise
             self._error = RuntimeError(repr(error))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+        except BaseException as error:  # noqa: BLE001 - handed to the caller that awaits it
             self._error = self._error or error
 
     def tell(self) -> None:

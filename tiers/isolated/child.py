@@ -78,7 +78,7 @@ class Child:
             answer = await self._done(message)
             answer.number = message.number
             return frame(answer)
-        except BaseException as error:  # noqa: BLE001 - told to whoever called
+        except BaseException as error:  # noqa: BLE001 - told to the caller
             return frame(failure(message.number, error))
 
     def _answered(self, number: int, task: asyncio.Task[bytes]) -> None:

@@ -123,7 +123,7 @@ class BatchedTransfer(ABC):
 
     async def settle(self) -> None:
         """Wait until it is ready; on the loop thread."""
-        while not self.ready:  # noqa: ASYNC110 - who makes room tells nobody
+        while not self.ready:  # noqa: ASYNC110 - there is no event for new room
             await asyncio.sleep(POLL_S)
 
     def wait(self) -> None:

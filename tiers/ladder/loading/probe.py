@@ -94,7 +94,7 @@ class Prober:
                 fetch.ask(asking=False)
 
     async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
-        """Ask how a prefix of a salt continues with ``keys``, the first of which is not known.
+        """Ask how a prefix of a salt continues with ``keys``. The first one is not known.
 
         After it the levels' indexes have what is there, up to the first block that is not.
         """

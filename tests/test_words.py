@@ -1,0 +1,54 @@
+"""Texts are free of the turns of phrase that ``.ci/words.py`` lists."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+if not all((ROOT / name).exists() for name in (".ci/words.py", "tiers")):
+    pytest.skip("the tests run beside an installed package", allow_module_level=True)
+SPEC = importlib.util.spec_from_file_location("words", ROOT / ".ci" / "words.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+words: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(words)
+
+FOLDERS = ("kvladder", "connectors", "gpu", "policy", "tiers", "examples", "benchmarks")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+GENERATED = "seeds.md"
+
+
+def read() -> list[Path]:
+    """Return the files whose texts are checked: product code and pages, not decisions."""
+    found = [ROOT / name for name in PAGES]
+    found += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != GENERATED]
+    for folder in FOLDERS:
+        found += sorted((ROOT / folder).rglob("*.py"))
+    return [path for path in found if not path.parent.is_symlink()]
+
+
+def test_no_text_has_a_banned_turn() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {turn}"
+        for path in read()
+        for line, turn in words.offenders(path)
+    ]
+    assert not found, "\n".join(["CONTRIBUTING.md says what to write instead", *found])
+
+
+def test_banned_turns_are_found(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text('def f():\n    """Whether nobody waits,\n    in\n    vain."""\n    # whoever asks\n')
+    assert sorted(words.offenders(code)) == [
+        (2, "a function's docstring that begins with Whether"),
+        (2, "nobody"),
+        (3, "in vain"),
+        (5, "whoever"),
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("Plain.\n```\nnobody\n```\n`whoever` is code, of\nwhich this is not.\n")
+    assert list(words.offenders(page)) == [(5, "of which")]
