@@ -42,7 +42,8 @@ def test_no_text_has_a_banned_turn() -> None:
 
 def test_banned_turns_are_found(tmp_path: Path) -> None:
     code = tmp_path / "code.py"
-    code.write_text('def f():\n    """Whether nobody waits,\n    in\n    vain."""\n    # whoever asks\n')
+    text = 'def f():\n    """Whether nobody waits,\n    in\n    vain."""\n    # whoever asks\n'
+    code.write_text(text)
     assert sorted(words.offenders(code)) == [
         (2, "a function's docstring that begins with Whether"),
         (2, "nobody"),
