@@ -168,7 +168,7 @@ class Requests:
             if settings.partial == "off":
                 matched_whole.append(group.block_tokens)
         self._grain = lcm(*matched_whole)
-        """Cached prefixes of several groups, or of a window, end at multiples of these tokens."""
+        """Granularity in tokens of the cached prefixes of several groups, or of a window."""
 
         self.on_begin: Callable[[], object] | None = None
         """Called before a request begins."""
