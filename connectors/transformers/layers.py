@@ -235,7 +235,7 @@ class StateBlocks:
     shape: StateShape
     recurrent: torch.Tensor
     inputs: torch.Tensor
-    """``[blocks, channels, inputs but the newest]``."""
+    """``[blocks, channels, inputs]``: the newest inputs, without the oldest one."""
 
 
 class PagedLayer(NamedTuple):
