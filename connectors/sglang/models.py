@@ -159,7 +159,7 @@ def _config(runner: Any) -> str:
 
 
 def _adapters(managers: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each adapter whose id survives a restart, with its digest.
+    """Yield the name and path of each adapter with an id that survives a restart, and its digest.
 
     These adapters were given at the start: SGLang derives their ids from name and path alone.
     Adapters that are loaded at run time have random ids, which are part of their pages' names.

@@ -47,11 +47,11 @@ logger = logging.getLogger("kvladder.sglang")
 T = TypeVar("T")
 
 ANNOUNCED_MAX: Final = 1 << 14
-"""Number of batches whose priority is remembered until they are written."""
+"""Largest number of announced priorities, each remembered until its batch is written."""
 SALTS_MAX: Final = 1 << 17
-"""Number of pages whose salt is remembered: those announced last."""
+"""Largest number of remembered salts of pages; the pages announced last are kept."""
 CALLS_MAX: Final = 1 << 10
-"""Number of calls whose figures are kept until SGLang asks for them."""
+"""Largest number of calls with figures that wait until SGLang asks for them."""
 PAGE_TOKENS_FEW: Final = 16
 PHASES: Final = 3
 """Calls that SGLang needs to move one batch of a model that keeps more than keys and values."""

@@ -18,7 +18,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 logger = logging.getLogger("kvladder.sglang")
 
 NODES_MAX: Final = 1 << 16
-"""Number of nodes whose priority is remembered until they are written to the storage."""
+"""Largest number of priorities of nodes, each remembered until its node is written."""
 HOOKS: Final = (
     "checkpoint_into_tree",
     "_execute_and_commit_kv_backup",

@@ -47,8 +47,8 @@ class GrowingBuffer:
     def append(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Return ``held`` followed by ``new`` in one tensor ``[rows, heads, tokens, size]``.
 
-        This works in place if ``held`` is an earlier result, or a part of one that begins later or
-        ends earlier, and if ``new`` fits into the spare room.
+        This works in place if ``new`` fits into the spare room and ``held`` is an earlier result.
+        ``held`` may also be a part of such a result.
         """
         length = held.shape[2] if held.numel() else 0
         whole = length + new.shape[2]
@@ -142,7 +142,7 @@ def _last(states: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """A cache for ``generate(past_key_values=...)`` whose layers grow in place.
+    """A cache for ``generate(past_key_values=...)`` with layers that grow in place.
 
     New tokens are written into spare room behind the held ones. Once in ``step`` tokens the memory
     of a layer grows and its tokens move. Layers do so at different times, as in OpenVINO's GPU

@@ -69,7 +69,7 @@ class PassRow(Protocol):
 
     @property
     def computed(self) -> int:
-        """Number of tokens whose KV is in the blocks."""
+        """Number of leading tokens with KV in the blocks."""
         ...
 
     @property
@@ -100,9 +100,9 @@ class PooledModel:
     source:
         The stack: a YAML file, or a mapping. On CPU ``gpu.memory`` is the memory for blocks.
     context:
-        Tokens of the longest request, generated ones included. If the model's rotation of tokens
-        depends on the length of the text (LongRoPE, dynamic NTK), all requests use the rotation for
-        this length, as in vLLM, and it is part of the blocks' names.
+        Tokens of the longest request, generated ones included. The model's rotation of tokens may
+        depend on the length of the text (LongRoPE, dynamic NTK). Then all requests use the rotation
+        for this length, as in vLLM, and it is part of the blocks' names.
     block_tokens:
         A power of two above 1.
     step:

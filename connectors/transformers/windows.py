@@ -38,7 +38,7 @@ class _Given(DynamicCache):  # type: ignore[misc]
         self.places: dict[int, int] = {}
         """Layer that keeps the keys at each address."""
         self.readers: dict[int, int | None] = {}
-        """Layer whose keys each layer read; None if no layer keeps exactly these keys."""
+        """Layer that keeps the keys that each layer read; None if no layer keeps exactly these."""
 
     def update(
         self,

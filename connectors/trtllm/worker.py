@@ -51,7 +51,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
         self._loading: set[JobId] = set()
         self._saving: dict[JobId, int] = {}
         self._finished: set[int] = set()
-        """Finished requests whose blocks TensorRT-LLM still keeps for our copies."""
+        """Finished requests; TensorRT-LLM still keeps their blocks for our copies."""
         self._broken: list[str] = []
         """Reasons why loads failed."""
 

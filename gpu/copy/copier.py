@@ -210,7 +210,7 @@ class ThreadedCopier(Copier):
 
 
 def require_places(job: CopyJob, *, blocks: int, slots: int) -> None:
-    """Raise ValueError unless all blocks and slots of ``job`` exist, as many of each."""
+    """Raise ValueError unless all blocks and slots of ``job`` exist and their counts are equal."""
     if len(job.blocks) != len(job.slots):
         raise ValueError(f"{len(job.blocks)} blocks for {len(job.slots)} slots")
     for block, slot in zip(job.blocks, job.slots, strict=True):

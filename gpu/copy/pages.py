@@ -53,7 +53,7 @@ class BlockPages:
         self.pages = tuple(_merged(pages))
         """Pages to copy for a whole block; adjacent ones are merged."""
         self.layers = tuple(pages)
-        """The same bytes layer by layer, in the given order."""
+        """Pages of the same bytes, one per layer, in the given order."""
         self.shapes = shapes
         """Element type and shape of one block in each of the tensors, as text."""
         self.element = element
@@ -72,7 +72,7 @@ class BlockPages:
         blocks: int,
         page_bytes: Mapping[str, int] | None = None,
     ) -> BlockPages:
-        """Describe tensors whose first dimension counts blocks, or equal parts of blocks.
+        """Describe tensors; the first dimension of each counts blocks, or equal parts of blocks.
 
         Parameters
         ----------

@@ -30,7 +30,7 @@ from kvladder.policy.retention import checked_duration, checked_priority
 
 
 class Content(NamedTuple):
-    """Consecutive blocks of one prefix whose bytes are complete."""
+    """Consecutive blocks of one prefix, with complete bytes."""
 
     keys: Sequence[BlockKey]
     root: Root

@@ -40,7 +40,7 @@ class PoolMatch(NamedTuple):
 
     nodes: Sequence[NodeId] = ()
     claimed: Sequence[NodeId] = ()
-    """Those of ``nodes`` that are not on the device, in order; the part comes last if it is not."""
+    """Blocks of ``nodes`` that are not on the device, in order; the part is last if it is not."""
     part: PartialBlock | None = None
     """Partial match of the block behind ``nodes``."""
     first: int = 0
@@ -395,9 +395,10 @@ class Serving:
     def takeable(self, slots: Sequence[DeviceSlot], fresh: int) -> list[BlockKey | None]:
         """Return, for each slot, the key of its block if the only holder should take it over.
 
-        Else the entry is None. If ``fresh`` slots are available (including those for copies), a
-        block is taken over only if it is the only one of ``slots``, no block follows it, and the
-        pool does not copy partial blocks. The others then stay cached.
+        Else the entry is None. ``fresh`` is the number of slots needed, including those for copies.
+        If there are so many, a block is taken over only under three conditions: it is the only one
+        of ``slots``, no block follows it, and the pool does not copy partial blocks. All others
+        stay cached.
         """
         ledger, rows = self._ledger, self._ledger.nodes
         has_room = bool(slots) and self._fits((), fresh)

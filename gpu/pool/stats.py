@@ -52,7 +52,7 @@ class PoolStats:
     onboarded: int = 0
     """Blocks that came back from a tier."""
     lost: int = 0
-    """Blocks whose copy to or from a tier failed."""
+    """Blocks lost because a copy to or from a tier failed."""
 
     def served(self, request: RequestStats) -> None:
         """Add the figures of one prompt."""

@@ -99,7 +99,7 @@ class CachedPrefix:
         blocks = limit // group.block_tokens
         self._present = part.present(blocks)
         self._followed = pool.followed([part.root.key, *part.keys[:blocks]], part.root)
-        """True for each block in whose place a known block may be matched in part."""
+        """True for each block that a known block may match in part."""
         self._shared: dict[int, int] = {}
         self.holes = group.holes(self._present)
 

@@ -1,6 +1,6 @@
 """A cache plan: a model's resources per request, their pools, and the division of memory.
 
-It is made in phases, each of which can be printed: collect, check, group, size, allocate, and
+It is made in phases, and can be printed after each: collect, check, group, size, allocate, and
 resize after a forward pass was measured. ``kvladder size`` prints a plan, and ``open_device`` opens
 one.
 """
@@ -323,8 +323,8 @@ class CachePlan:
         Parameters
         ----------
         free:
-            Bytes of memory, of which ``peak`` is left for a forward pass. The cache gets the rest,
-            or ``fraction`` of the rest.
+            Bytes of memory. ``peak`` is left for a forward pass; the cache gets the rest, or
+            ``fraction`` of the rest.
         sequences:
             Number of sequences with separate resources; None for all that fit.
         shares:
