@@ -173,7 +173,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def certain(self) -> int:
-        """Number of leading tokens that never changed rows; beam search reordered those behind."""
+        """Number of leading tokens of each row that no reordering of rows has changed."""
         held = int(self.get_seq_length())
         return held if self._parted is None else min(held, self._parted)
 
@@ -339,7 +339,7 @@ class Prefixes:
                 {"engine": "transformers.generate", "model": self._weights.first},
             )
             self.manager = open_cache(source, layout=layout, overrides=overrides)
-            """The cache of blocks."""
+            """Manager of the cache that holds the blocks."""
         except BaseException:
             self._weights.close()
             raise

@@ -309,7 +309,7 @@ class PassPlan(NamedTuple):
     longest: int
     new: int
     begun: bool
-    """True if the rows have computed tokens already; all rows of a pass agree."""
+    """True if the rows have states already: either all of them do, or none."""
 
     def before(self, group: int) -> torch.Tensor:
         """Return the block of each row's last token before this pass."""

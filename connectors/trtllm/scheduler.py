@@ -192,7 +192,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return step
 
     def _advance(self, data: Any, *, new: bool) -> None:
-        """Load what was promised to a request, and save what the step completes."""
+        """Begin to load a request's promised blocks, and to save blocks that the step completes."""
         state = self._requests.get(data.request_id)
         if state is None:
             return

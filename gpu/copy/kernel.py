@@ -41,7 +41,7 @@ def _move(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Each program moves every n-th run, a width of elements at a time."""
+    """Move every n-th run in each of n programs, ``WIDTH`` elements at a time."""
     for run in range(tl.program_id(0), runs, tl.num_programs(0)):
         target = tl.load(table + run).to(tl.pointer_type(KIND))
         source = tl.load(table + runs + run).to(tl.pointer_type(KIND))
