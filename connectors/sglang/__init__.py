@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVLadderStorage":  # not before it is asked for: it imports SGLang
+    if name == "KVLadderStorage":  # imported on demand: it imports SGLang
         from kvladder.connectors.sglang.storage import KVLadderStorage
 
         return KVLadderStorage

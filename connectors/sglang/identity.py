@@ -1,4 +1,4 @@
-"""What names SGLang's pages beside their tokens: all that SGLang's own hash leaves out."""
+"""The identity of SGLang's pages besides their tokens: all that SGLang's own hash leaves out."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -41,39 +41,39 @@ from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 
 PLUGINS: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
-engine: Any = runtime_context  # it types none of its settings
+engine: Any = runtime_context  # its settings have no types
 LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = yaml.safe_load(
     Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")
 )
-"""Settings and environment variables that name no page: reasons, and what each is true of."""
+"""Settings and environment variables that do not name pages: by kind and reason, their names."""
 
 
 def left_out(kind: str) -> dict[str, str]:
-    """Return, by its name, why a setting or a switch names no page."""
+    """Return the reason why each setting or switch of this kind does not name pages, by name."""
     return {name: reason for reason, names in LEFT_OUT[kind].items() for name in names.split()}
 
 
 _SETTINGS: Final = left_out("settings")
 _SWITCHES: Final = left_out("switches")
 SAFETENSORS: Final = frozenset(("auto", "safetensors", "fastsafetensors", "instanttensor"))
-"""Load formats that read the same files."""
+"""Load formats that all read the same files."""
 OUT_OF_SIGHT: Final = (
     "exec.moe.kt_weight_path", "exec.moe.enable_paged_experts",
     "exec.offload.ple_offload_embedding",
 )  # fmt: skip
-"""Settings that keep weights where a model's modules do not hold them."""
+"""Settings that keep weights outside the model's modules, where kvladder cannot read them."""
 
 
 def is_starting() -> bool:
-    """Whether SGLang starts with this storage, and has computed nothing yet.
+    """Return whether SGLang starts with this storage and has computed nothing yet.
 
-    One that is attached later is in SGLang's settings when that is done.
+    A storage that is attached later appears in SGLang's settings only after it is attached.
     """
     return getattr(engine.get_memory(), "hicache_storage_backend", None) is not None
 
 
 def is_spread(ranks: Any) -> bool:
-    """Whether ranks that keep the same pages are on several machines."""
+    """Return whether ranks that keep the same pages run on several machines."""
     parallel = engine.get_parallel()
     machines = getattr(parallel, "nnodes", 1)
     whole: int = getattr(parallel, "tp_size", ranks.tp_size) * ranks.pp_size
@@ -81,9 +81,10 @@ def is_spread(ranks: Any) -> bool:
 
 
 def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
-    """Where the ranks of this server meet that may have one stack; None if there is one rank.
+    """Return the socket where ranks of this server meet to share one stack; None for one rank.
 
-    Those may that name pages alike, whatever part of a page each has, and have the same settings.
+    Ranks may share a stack if they name pages alike and have the same settings. It does not
+    matter which part of a page each rank has.
     """
     parallel = engine.get_parallel()
     several = getattr(parallel, "num_dp_ranks", 1) * ranks.tp_size * ranks.attn_cp_size
@@ -96,7 +97,7 @@ def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
 
 
 def require_named(fingerprint: str) -> None:
-    """Raise ConfigError if SGLang's hash of a page, and ours of the weights, leave it open."""
+    """Raise ConfigError if SGLang's page hash and our digest of the weights may be ambiguous."""
     if getattr(engine.get_mm(), "trust_mm_content_hashes", False):
         what = "clients name images: two may come under one name"
         raise ConfigError(what, path="--trust-mm-content-hashes", hint="leave it out")
@@ -113,13 +114,13 @@ def require_named(fingerprint: str) -> None:
 
 
 def layout_of(pools: Sequence[RankPool], ranks: Any, fingerprint: str) -> Layout:
-    """The layout of a page of SGLang's host pools, of which keys and values are first, and whose.
+    """Return the layout of a page of SGLang's host pools; the first pool has keys and values.
 
-    A slot takes a page of any of them. Which part of a page a rank has is not told here: that is
-    in the names of its pages, and ranks may share a stack.
+    A slot takes a page of any of these pools. The layout does not say which part of a page a rank
+    has: the names of its pages say that, so ranks may share a stack.
 
-    ``fingerprint`` is what stands for the weights: a user's text, or "auto" for what the ranks have
-    in memory. Every rank has to call this at the same time.
+    ``fingerprint`` stands for the weights: a user's text, or "auto" to digest the weights that the
+    ranks have in memory. All ranks must call this at the same time.
 
     Raises
     ------
@@ -168,14 +169,15 @@ def layout_of(pools: Sequence[RankPool], ranks: Any, fingerprint: str) -> Layout
 
 
 def _load_format(given: str) -> str:
-    """Return what load formats have in common that read the same files."""
+    """Return the load format, with one name for all formats that read the same files."""
     return "safetensors" if given in SAFETENSORS else given
 
 
 def settings() -> dict[str, str]:
-    """Return every server argument, by its namespace and name, but for those that name nothing.
+    """Return all server arguments that name pages, by namespace and name, as text.
 
-    A setting that nobody has looked at names the pages. A file's path brings its digest with it.
+    Every argument does unless ``LEFT_OUT`` lists it. The text of a file's path includes the file's
+    digest.
     """
     paths: Mapping[str, str] = namespace_of(type(engine.get_context().server_args))
     named = (f"{namespace}.{name}" for name, namespace in sorted(paths.items()))
@@ -183,7 +185,7 @@ def settings() -> dict[str, str]:
 
 
 def _given(path: str) -> Any:
-    """Return what a setting has become, of whatever was given."""
+    """Return the effective value of a setting, after SGLang has processed what was given."""
     namespace, *below = path.split(".")
     found = engine.get_context().config_bag(namespace)
     for name in below:
@@ -196,7 +198,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _hooks() -> dict[str, str]:
-    """Return digests of the files with the code of forward hooks, by where SGLang finds it."""
+    """Return a digest of each forward hook's source file, by the hook's path in SGLang."""
     given: Any = _given("observability.forward_hooks") or ()
     if isinstance(given, str):
         given = json.loads(given)
@@ -210,7 +212,7 @@ def _hooks() -> dict[str, str]:
 
 
 def _switches() -> dict[str, str]:
-    """Environment variables of SGLang, and of what it computes with, that are set."""
+    """Return the environment variables of SGLang and its libraries that are set and name pages."""
     known = {*vars(Envs), *LIBRARIES_SWITCHES}
     return {
         name: value
@@ -220,7 +222,7 @@ def _switches() -> dict[str, str]:
 
 
 def _device(pool: Any) -> str:
-    """What computes: devices of another kind compute otherwise."""
+    """Return the kind of device that computes: other kinds compute slightly different values."""
     held = getattr(pool, "device_pool", None)
     kind = str(getattr(held, "device", "cpu")).partition(":")[0]
     if kind != "cuda":

@@ -1,7 +1,7 @@
-"""Names for the models of this server, made from what its processes hold in memory.
+"""Digests of the models of this server, computed from what its processes hold in memory.
 
-Files do not name what an engine computes with: weights may be random, come from another engine or
-from files in another format, and files may be replaced after the engine has read them.
+Files do not tell what an engine computes with. Weights may be random, or come from another engine
+or from files in another format, and files may be replaced after the engine has read them.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,17 +26,18 @@ from kvladder.connectors.vllm.identity.weights import device_of, tensors_of
 from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
 
-engine: Any = runtime_context  # it types none of its settings
+engine: Any = runtime_context  # its settings have no types
 AUTO: Final = "auto"
-"""The fingerprint of users who leave it to us."""
+"""Fingerprint setting that makes kvladder digest the weights itself."""
 WHERE: Final = "model.fingerprint"
 HINT: Final = "set it to text of your own that changes whenever the weights do"
 
 
 def model_fields(fingerprint: str) -> dict[str, str]:
-    """Return digests of what the models of all ranks are, the same text on every rank.
+    """Return digests of the models of all ranks, the same texts on every rank.
 
-    Every rank has to call this at the same time. SGLang's own attaching waits for all ranks too.
+    All ranks must call this at the same time. SGLang itself also waits for all ranks when it
+    attaches a storage.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def model_fields(fingerprint: str) -> dict[str, str]:
 
 
 def _own(fingerprint: str) -> dict[str, str]:
-    """Return what this rank has: its model first, then drafts and adapters."""
+    """Return digests of this rank's target model, its drafts and its adapters."""
     found = _all_of(ModelRunner, LoRAManager)
     runners = sorted(found[ModelRunner], key=lambda one: bool(one.is_draft_worker))
     if not runners or runners[0].is_draft_worker:
@@ -80,19 +81,19 @@ def _own(fingerprint: str) -> dict[str, str]:
 
 
 def _all_of(*kinds: type) -> dict[type, list[Any]]:
-    """Return the objects of these classes in this process: SGLang hands its storage none."""
+    """Return the objects of these classes in this process: SGLang does not pass them to us."""
     found: dict[type, list[Any]] = {kind: [] for kind in kinds}
-    is_frozen = gc.get_freeze_count() > 0  # as SGLang does on demand: then none is listed
+    is_frozen = gc.get_freeze_count() > 0  # SGLang may freeze: then get_objects lists none of them
     if is_frozen:
         gc.unfreeze()
     try:
         everything = gc.get_objects()
         wanted: dict[type, type] = {}
-        for own in set(map(type, everything)):  # not what they pose as
+        for own in set(map(type, everything)):  # not ``__class__``, which proxies may fake
             kind = next((kind for kind in kinds if issubclass(own, kind)), None)
             if kind is not None:
                 wanted[own] = kind
-        # millions of objects: no step of the interpreter for each
+        # There are millions of objects, so no Python code runs for each one.
         for one in compress(everything, map(wanted.__contains__, map(type, everything))):
             found[wanted[type(one)]].append(one)
     finally:
@@ -102,7 +103,7 @@ def _all_of(*kinds: type) -> dict[type, list[Any]]:
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """Return what each rank of this replica has, in order."""
+    """Return the values of ``mine`` of all ranks of this replica, in the order of ranks."""
     distributed: Any = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return [mine]
@@ -113,7 +114,7 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def _together(several: Iterable[str]) -> str:
-    """Return one text for those of all ranks: their own where they agree."""
+    """Return the ranks' text if all agree, else a digest of all their texts in order."""
     texts = list(several)
     if len({*texts}) == 1:
         return texts[0]
@@ -121,12 +122,12 @@ def _together(several: Iterable[str]) -> str:
 
 
 def _weights(model: Any) -> str:
-    """Return the digest of all parameters of a model and of the buffers that it saves.
+    """Return the digest of a model's parameters and of the buffers that it saves.
 
     Raises
     ------
     ConfigError
-        They are not held by modules of PyTorch, or not in this process's memory.
+        The model is not a PyTorch module, or a tensor is not in this process's memory.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{type(model).__name__} is no module of PyTorch")
@@ -134,12 +135,12 @@ def _weights(model: Any) -> str:
 
 
 def tensors_digest(named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> str:
-    """Return the digest of tensors under their names, computed on ``device``.
+    """Return the digest of tensors and their names, computed on ``device``.
 
     Raises
     ------
     ConfigError
-        One of them is not in this process's memory.
+        A tensor is not in this process's memory.
     """
     state = hashlib.sha256(b"kvladder weights in memory 1")
     with torch.inference_mode():
@@ -152,16 +153,16 @@ def tensors_digest(named: Iterable[tuple[str, torch.Tensor]], device: torch.devi
 
 
 def _config(runner: Any) -> str:
-    """Return the digest of the configuration that a model was made from, overrides applied."""
+    """Return the digest of a model's configuration, with overrides applied."""
     plain = text_of(runner.model_config.hf_config, lambda _: ())
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def _adapters(managers: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield each adapter that a restart would name alike, with a digest of it.
+    """Yield the name and path of each adapter with an id that survives a restart, and its digest.
 
-    Those are the ones given at the start: SGLang makes their ids from name and path alone. Adapters
-    that are loaded while it runs have random ids, which are in the names of their pages.
+    These adapters were given at the start: SGLang derives their ids from name and path alone.
+    Adapters that are loaded at run time have random ids, which are part of their pages' names.
     """
     for manager in managers:
         loaded: Mapping[str, Any] = manager.loras

@@ -1,9 +1,10 @@
-"""One stack for all ranks of a server on a machine: one owns it, the others map its arena and ask.
+"""One stack for all ranks of a server on a machine: one rank owns it, the others are its clients.
 
-Whoever comes first owns it. The others send batches over a socket, each of SGLang's threads over a
-connection of its own, and are told slots, piece by piece; bytes of pages go straight between
-SGLang's pools and the arena. A slot is held until its rank has asked for the next piece or is dead:
-so nobody reads from, or writes to, a slot that has become another page's.
+The first rank to start owns the stack. The others map its arena and send batches over a socket,
+with one connection for each of SGLang's threads. The owner answers with slots, piece by piece, and
+the ranks copy bytes straight between SGLang's pools and the arena. The owner holds a slot until its
+rank has asked for the next piece or is dead. So no rank touches a slot that was given to another
+page.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ R = TypeVar("R")
 Verb = Literal["reach", "holding", "fetch", "save", "clear"]
 
 START_S: Final = 600.0
-"""How long the owner may take to open the stack: a large arena, many blocks on disk."""
+"""Seconds that the owner may take to open the stack: the arena or the index may be large."""
 GRACE_S: Final = 1.0
-"""How much later than it should an answer may come."""
+"""Seconds that an answer may be late."""
 FLUSH_S: Final = 5.0
-"""How long detaching waits for levels that outlive the engine."""
+"""Seconds that closing waits for levels that outlive the engine."""
 LEAVING_S: Final = 20.0
-"""How long a stack may take to close, and another one to have its place."""
+"""Seconds to retry while the previous owner closes its stack and another one opens."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank is told first."""
+    """First message of the owner to a rank."""
 
     arena: tuple[int, int, int, int]
     stack: bytes
-    """Like that of no other: a descriptor may have been another arena's."""
+    """Random id of this stack: the descriptor in ``arena`` may have been another arena's before."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants. Whatever else it says means that a piece was copied."""
+    """Request of a rank. Any message that follows it means that a piece was copied."""
 
     verb: Verb
     batch: PageBatch
 
 
 class Over(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The end of an answer."""
+    """End of an answer, with the result."""
 
     value: int | list[bool]
 
@@ -77,7 +78,7 @@ _answer: Final = msgspec.msgpack.Decoder(PageRun | Over)
 
 
 class CacheServer:
-    """The rank that has the stack, which may serve others. Calls may come from any thread."""
+    """The rank that owns the stack and may serve other ranks. Any thread may call it."""
 
     def __init__(self, manager: CacheManager, lines: LocalListener | None) -> None:
         self.manager = manager
@@ -88,14 +89,14 @@ class CacheServer:
             lines.begin(self._serve)
 
     def reach(self, batch: PageBatch) -> int:
-        """How many leading pages it is worth to fetch."""
+        """Return how many leading pages are worth fetching; count a miss if there are none."""
         found = self.manager.reach(batch.names)
         if not found:
             self.manager.missed(len(batch.keys))
         return found
 
     def holding(self, batch: PageBatch) -> list[bool]:
-        """Whether each page is here, as far as is known without asking shared tiers."""
+        """Return whether each page is held, as far as is known without asking shared tiers."""
         return self.manager.holding(batch.names)
 
     def fetch(self, batch: PageBatch) -> Pieces:
@@ -107,20 +108,20 @@ class CacheServer:
         return save_pieces(self.manager, batch)
 
     def clear(self) -> None:
-        """Forget every page of this model, in every level."""
+        """Remove every page of this model from every level."""
         self.manager.clear()
 
     def close(self) -> None:
-        """End everything; may be called again."""
+        """Stop serving, close the stack and release the address. May be called again."""
         if self._lines is not None:
             self._lines.end()
         try:
             self.manager.close(timeout_s=FLUSH_S)
-        finally:  # who has the address next may open what this one has closed
+        finally:  # only now: the next owner of the address opens what this one has closed
             if self._lines is not None:
                 self._lines.close()
 
-    # ---- for the others, each of whose connections has a thread
+    # ---- for the other ranks: one thread for each of their connections
 
     def _serve(self, connection: Connection) -> None:
         assert self._lines is not None
@@ -145,18 +146,21 @@ class CacheServer:
             return drained(pieces, lambda piece: self._copied(connection, piece))
 
     def _copied(self, connection: Connection, piece: PageRun) -> None:
-        """Have a rank copy a piece; returns, or raises, when it touches no slot of it any more."""
+        """Send a piece and wait until its rank has copied it.
+
+        When this returns or raises, the rank no longer touches the piece's slots.
+        """
         connection.send_bytes(_encode(piece))
         connection.recv_bytes()
 
 
 class CacheClient:
-    """A rank that uses the stack of another one; what that does not answer is a miss.
+    """A rank that uses another rank's stack. Whatever the owner does not answer is a miss.
 
     Raises
     ------
     OSError, EOFError, ArenaError
-        There is none: it has not come into being, or is no more.
+        No stack can be used: its owner is not ready yet, or has ended.
     """
 
     manager = None
@@ -167,7 +171,7 @@ class CacheClient:
         self._locks: dict[Verb, Lock] = {
             verb: Lock() for verb in ("reach", "holding", "fetch", "save", "clear")
         }
-        """Of connections, one for each of SGLang's threads."""
+        """Locks of the connections, one for each of SGLang's threads."""
         self._connections: dict[Verb, Connection] = {}
         self._hello: Hello | None = None
         self._is_lost = False
@@ -179,7 +183,7 @@ class CacheClient:
             raise
 
     def reach(self, batch: PageBatch) -> int:
-        """See ``CacheServer``; 0 if it does not answer."""
+        """See ``CacheServer``; 0 if the owner does not answer."""
         return int(self._told("reach", batch, 0))
 
     def holding(self, batch: PageBatch) -> list[bool]:
@@ -187,7 +191,7 @@ class CacheClient:
         return list(self._told("holding", batch, [False] * len(batch.keys)))
 
     def fetch(self, batch: PageBatch) -> Pieces:
-        """See ``CacheServer``. What was copied counts as soon as the owner has said more."""
+        """See ``CacheServer``. A copied piece counts once the owner's next message has come."""
         return self._asked("fetch", batch, 0)
 
     def save(self, batch: PageBatch) -> Pieces:
@@ -199,7 +203,7 @@ class CacheClient:
         self._told("clear", PageBatch([], within_s=CALL_S), 0)
 
     def close(self) -> None:
-        """Let go of the arena; may be called again."""
+        """Close the connections and unmap the arena. May be called again."""
         self._hang_up()
         self.arena.close()
 
@@ -214,7 +218,10 @@ class CacheClient:
             connection.close()
 
     def _connected(self, within_s: float) -> tuple[Connection, Hello]:
-        """A further connection to the owner, as long as it is the one that it was."""
+        """Return a new connection to the owner and its greeting.
+
+        Raises ConnectionError if the owner is another one than before, or is silent for too long.
+        """
         connection = connect(self._address)
         told = connection.recv_bytes() if connection.poll(within_s) else b""
         hello = _hello.decode(told) if told else None
@@ -226,13 +233,15 @@ class CacheClient:
         return connection, hello
 
     def _told(self, verb: Verb, batch: PageBatch, nothing: Any) -> Any:
-        """Ask for what needs no pieces."""
+        """Ask for something that has no pieces; return the answer."""
         return drained(self._asked(verb, batch, nothing), lambda _: None)
 
     def _asked(self, verb: Verb, batch: PageBatch, nothing: Any) -> Generator[PageRun, None, Any]:
-        """Hand on what the owner says; if it says no more, what was settled by then.
+        """Yield the pieces that the owner sends, and return its result.
 
-        A slot is not touched after the next piece was asked for, nor once this has ended.
+        If the owner stops answering, return ``nothing``, or the count of pages done in its last
+        piece. The caller touches the slots of a piece only until it asks for the next one or ends
+        this generator.
         """
         now = SystemClock().now
         end_s = now() + batch.within_s + batch.deadline_s + GRACE_S
@@ -259,7 +268,7 @@ class CacheClient:
                 return nothing
             finally:
                 if not is_over:
-                    self._drop(verb)  # the owner lets go of what is held
+                    self._drop(verb)  # then the owner releases the slots that it holds for us
 
     def _lost(self, error: Exception) -> None:
         if not self._is_lost:
@@ -275,7 +284,7 @@ Node = CacheServer | CacheClient
 
 
 def drained(pieces: Generator[PageRun, None, R], copy: Callable[[PageRun], object]) -> R:
-    """Have each piece copied; returns what they return."""
+    """Call ``copy`` with each piece; return the generator's result."""
     while True:
         try:
             piece = next(pieces)
@@ -286,12 +295,14 @@ def drained(pieces: Generator[PageRun, None, R], copy: Callable[[PageRun], objec
 
 
 def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
-    """Own a stack, or use that of the rank that has the address already; without one own it alone.
+    """Open a stack and own it, or use that of the rank that has the address already.
+
+    Without an address the rank owns its stack alone.
 
     Raises
     ------
     ConfigError
-        The stack cannot be opened, here or there.
+        The stack cannot be opened, by this rank or by the owner.
     """
     if address is None:
         return CacheServer(open_stack(), None)
@@ -299,7 +310,7 @@ def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
     while (lines := _lines_at(address)) is None:
         try:
             return CacheClient(address)
-        except (*GONE, ArenaError) as error:  # one that is just leaving, or failed
+        except (*GONE, ArenaError) as error:  # the owner is just closing, or failed
             if SystemClock().now() >= end_s:
                 what = f"the rank that owns kvladder's stack could not open it: {error!r}"
                 raise ConfigError(what, hint="see its message above") from error
@@ -312,7 +323,7 @@ def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
 
 
 def _lines_at(address: str) -> LocalListener | None:
-    """Take the address; None if another rank has it."""
+    """Bind the address and return its listener; None if another rank has the address."""
     try:
         return LocalListener(address, logger.warning)
     except OSError as error:

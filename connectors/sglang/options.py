@@ -1,4 +1,4 @@
-"""What users say in ``--hicache-storage-backend-extra-config``, and how long calls may last."""
+"""Reads ``--hicache-storage-backend-extra-config``, and defines how long calls may last."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvladder.units import Duration
 
 WHERE: Final = "--hicache-storage-backend-extra-config"
 SGLANGS: Final = ("backend_name", "module_path", "class_name", "interface_v1")
-"""What stands there for SGLang itself, beside what it takes out before we see it."""
+"""Keys for SGLang itself. It removes its other keys before we see them."""
 CALL_S: Final = 4.0
-"""After so long a call begins nothing: where one takes 10 s while SGLang flushes, it ends."""
+"""Seconds after which a call begins nothing new. SGLang ends if one takes 10 s during a flush."""
 DEADLINE_MAX: Final = Duration(4)
-"""How long a piece may take, twice: two are asked for at once."""
+"""Largest ``fetch.deadline``: together with ``CALL_S`` it must stay below these 10 s."""
 _VARIABLE: Final = re.compile(r"\$\{\w+\}")
 
 
 def parse(extra: Mapping[str, Any]) -> StackConfig:
-    """Read and check everything.
+    """Check the options and return the stack's settings.
 
     Raises
     ------
     ConfigError
-        A key is unknown (the nearest is named), a value is wrong, there is no stack, or a secret
-        stands where SGLang logs it.
+        A key is unknown (the error names the nearest one), a value is wrong, no stack is given, or
+        a secret stands where SGLang logs it.
     """
     if not extra.get("interface_v1"):
         hint = 'write "interface_v1": 1, or SGLang copies each page twice'
@@ -50,7 +50,7 @@ def parse(extra: Mapping[str, Any]) -> StackConfig:
 
 
 def _secrets(path: str, value: object) -> Iterator[str]:
-    """Where in plain data a secret is spelled out; ``${NAME}`` spells none out."""
+    """Yield the paths of secrets that plain data spells out; ``${NAME}`` is not spelled out."""
     if is_mapping(value):
         for key, item in value.items():
             yield from _secrets(join(path, key), item)

@@ -1,4 +1,4 @@
-"""A batch of SGLang's, which may have more pages than the arena has slots, piece by piece."""
+"""Moves SGLang's batches piece by piece: a batch may have more pages than the arena has slots."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from kvladder.manager import POLL_S, BatchedFetch, CacheManager
 from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 4
-"""Parts that are asked for: one is copied while the next ones keep a device at work."""
+"""Parts in flight: while one is copied, the next ones keep a device busy."""
 PART: Final = 12
-"""A part has one slot of so many."""
+"""A part of a fetch has one ``PART``-th of the arena's slots."""
 
 
 class PageBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Pages of one prefix, or of the end of one."""
+    """Consecutive pages of one prefix, from its start or from further on."""
 
     keys: list[bytes]
     salt: str = ""
-    """Whose they are."""
+    """Salt of the pages' owner."""
     within_s: float = 0.0
-    """After so long nothing more is begun."""
+    """Seconds after which nothing more is begun."""
     deadline_s: float = 0.0
-    """How long a piece that is fetched is waited for."""
+    """Seconds to wait for each fetched piece."""
     priority: int | None = None
-    """What they are worth, if that was said."""
+    """Priority of the pages, if one was given."""
     group: int = 0
-    """Which of the layout's groups they are of."""
+    """Index of the pages' group in the layout."""
 
     @property
     def names(self) -> list[BlockKey]:
-        """The same keys."""
+        """``keys``, typed as block keys."""
         return cast("list[BlockKey]", self.keys)
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Pages to be copied now: their slots are held until the next piece is asked for."""
+    """Pages to copy now; their slots stay held until the next piece is asked for."""
 
     done: int
-    """How many leading pages of the batch are over and done with."""
+    """Number of leading pages of the batch that are done."""
     pages: list[int]
-    """Their positions in the batch."""
+    """Positions of the pages in the batch."""
     slots: list[Slot]
 
 
 Pieces = Generator[PageRun, None, int]
-"""Pieces to copy, one by one; returns how many leading pages of the batch are here."""
+"""Yields pieces to copy, one by one; returns how many leading pages of the batch are done."""
 
 
 def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
-    """The longest prefix of a batch that is here, or comes within its time."""
+    """Yield pieces of the longest prefix of a batch that is held or arrives in time."""
     now = SystemClock().now
     end_s = now() + batch.within_s
     size = max(1, manager.arena.slots // PART)
@@ -65,15 +65,16 @@ def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     coming: deque[tuple[list[BlockKey], BatchedFetch]] = deque()
     try:
         while left or coming:
-            # The first part asks for slots before those behind it, and they give theirs back while
-            # it has none: or several fetches would wait for what their own next parts hold.
+            # The first part asks for slots before the parts behind it, which give theirs back while
+            # it has none. Otherwise several fetches could wait for slots that their own later
+            # parts hold.
             while left and len(coming) < AT_ONCE and now() < end_s and _is_served(coming):
                 part = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
                 if coming and not part.ready and not part.held:
                     part.close()
                     break
                 coming.append((left.popleft(), part))
-            if not coming:  # it has taken long enough
+            if not coming:  # the time is up
                 return found
             asked, part = coming[0]
             while not part.ready:
@@ -104,12 +105,12 @@ def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
 
 
 def _is_served(coming: Sequence[tuple[list[BlockKey], BatchedFetch]]) -> bool:
-    """Whether the first part, if there is one, does not wait for slots."""
+    """Return whether the first part is not waiting for slots; also if there is no part."""
     return not coming or coming[0][1].ready or coming[0][1].held > 0
 
 
 def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
-    """Store a batch as slots become free; what no level wants is over and done with."""
+    """Yield pieces to save as slots become free; pages that no level wants count as done."""
     now = SystemClock().now
     end_s, keys = now() + batch.within_s, batch.names
     said = None if batch.priority is None else [batch.priority] * len(keys)
@@ -124,7 +125,7 @@ def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
                     yield PageRun(paced.first, list(piece.indices), list(piece.slots))
                 piece.commit()
             finally:
-                piece.abort()  # which a commit has made idle
+                piece.abort()  # does nothing after a commit
             paced.advance()
             paced.wait()
         if paced.piece is not None:

@@ -1,7 +1,7 @@
-"""Makes ``--radix-cache-backend kvladder`` known; SGLang calls it in each of its processes.
+"""Registers ``--radix-cache-backend kvladder``; SGLang calls it in each of its processes.
 
-In those that compute it also begins to watch the weights: they may change before kvladder is
-attached.
+In processes that compute, it also begins to watch the weights, because they may change before
+kvladder is attached.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NAME = "kvladder"
 
 
 def register() -> None:
-    """Register the tree under its name; the tree is not imported before it is used."""
+    """Register the tree under its name. The tree is imported only when it is used."""
     from sglang.srt.mem_cache.registry import (
         get_radix_cache_factory,
         register_radix_cache_backend,

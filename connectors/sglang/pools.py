@@ -1,4 +1,4 @@
-"""SGLang's host pools, of keys and values and of all else: names of their pages, and copies."""
+"""SGLang's host pools, of keys and values and of anything else: names and copies their pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS: Final = (
     "layout", "page_size", "dtype", "storage_format_tag", "start_layer", "end_layer", "layer_num",
     "head_num", "head_dim", "v_head_dim", "conv_dtype", "temporal_dtype",
 )  # fmt: skip
-"""What tells one pool's pages from another's, as far as a pool has it."""
+"""Attributes that tell one pool's pages from another's; a pool may lack some."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,31 @@ class RankPool:
 
     name: str
     held: Any
-    """SGLang's."""
+    """SGLang's pool."""
     page: int
-    """Its rows per page."""
+    """Rows per page."""
     page_bytes: int
     group: int
-    """Its place among the pools of a rank."""
+    """Index among the pools of a rank."""
     mark: int
-    """What names its pages beside their digests: its layout, and its rank if ranks differ."""
+    """Digest of its layout, and of its rank if ranks differ; part of its pages' names."""
 
     @property
     def kind(self) -> Kind:
-        """What it keeps."""
+        """Kind of content: a window's, a state, or full attention's."""
         if "swa" in self.name:
             return "window"
         return "state" if "mamba" in self.name or "state" in self.name else "full"
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
-        """Our names of its pages: SGLang's digests, marked."""
+        """Return our names of its pages: SGLang's digests, changed by the pool's mark."""
         return marked([bytes.fromhex(key) for key in keys], self.mark)
 
     def copy(self, arena: Arena, piece: PageRun, rows: torch.Tensor, *, up: bool) -> None:
-        """Copy pages between the pool and our slots; others may run meanwhile.
+        """Copy a piece's pages from our slots into the pool (``up``), or from the pool into slots.
 
-        ``rows`` are the pool's, of all pages of the batch.
+        ``rows`` are the pool's rows of all pages of the batch. ``memmove`` releases the GIL, so
+        other threads may run meanwhile.
         """
         chosen = rows.view(-1, self.page)[piece.pages].reshape(-1)
         pointers, sizes = self.held.get_page_buffer_meta(chosen)
@@ -67,12 +68,12 @@ class RankPool:
 
 
 def pool_of(held: Any, name: str, ranks: Any, group: int) -> RankPool:
-    """One of SGLang's pools.
+    """Return the ``RankPool`` of one of SGLang's pools.
 
     Raises
     ------
     LayoutError
-        It does not tell where a page lies.
+        The pool does not tell where a page lies.
     """
     page = int(getattr(held, "page_size", 1) or 1)
     try:
@@ -88,7 +89,7 @@ def pool_of(held: Any, name: str, ranks: Any, group: int) -> RankPool:
 
 def _mark(held: Any, name: str, ranks: Any, page_bytes: int) -> int:
     shard = _shard(held, name, ranks)
-    if name == KV and not shard:  # whose layout the namespace tells
+    if name == KV and not shard:  # the namespace already tells its layout
         return 0
     facts = " ".join(str(getattr(held, fact, None)) for fact in FACTS)
     text = f"kvladder pool {name} {type(held).__name__} {page_bytes} {facts} {shard}"
@@ -96,7 +97,7 @@ def _mark(held: Any, name: str, ranks: Any, page_bytes: int) -> int:
 
 
 def _shard(held: Any, name: str, ranks: Any) -> str:
-    """Which part of a page a rank has; empty if it has all of it, as every other one."""
+    """Return which part of a page this rank has; empty if every rank has whole pages."""
     own = [
         ("cp", ranks.attn_cp_rank, ranks.attn_cp_size),
         ("dcp", ranks.dcp_rank, ranks.dcp_size),
@@ -107,14 +108,14 @@ def _shard(held: Any, name: str, ranks: Any) -> str:
 
 
 def is_sharded(held: Any, name: str, ranks: Any) -> bool:
-    """Whether ranks of tensor parallelism keep parts of a page: heads, or states by heads."""
+    """Return whether tensor-parallel ranks keep parts of a page: heads, or states by heads."""
     if not ranks.is_mla_model:
         return True
     return name != KV and (name == "mamba" or hasattr(held, "head_num"))
 
 
 def require_stored(pool: RankPool, ranks: Any) -> None:
-    """Raise LayoutError if SGLang does not store all that its ranks read of a pool."""
+    """Raise LayoutError if SGLang stores less of a pool than its ranks read."""
     if not ranks.is_mla_model or ranks.tp_size == 1 or pool.name == "mamba":
         return
     if is_sharded(pool.held, pool.name, ranks):

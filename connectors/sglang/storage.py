@@ -1,14 +1,14 @@
-"""SGLang's storage below its host pool: our stack of levels.
+"""SGLang's storage below its host pool: kvladder's stack of levels.
 
     --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvladder", "interface_v1": 1,
         "module_path": "kvladder.connectors.sglang", "class_name": "KVLadderStorage",
         "config": "stack.yaml"}'
 
-A page of SGLang's is a block of ours, its digest the block's key; what a model keeps beside keys
-and values has pages, and so blocks, of its own. SGLang calls from one thread each for what it asks,
-reads and writes, which may wait but hold up all requests if they hang, and from its scheduler's
-thread, which may not.
+A page of SGLang's is a block of ours, and its digest is the block's key. Whatever a model keeps
+besides keys and values has pages, and so blocks, of its own. SGLang has one thread each for
+lookups, reads and writes. These may wait, but if one hangs it delays all requests. Other calls come
+from its scheduler's thread, which must not wait.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ logger = logging.getLogger("kvladder.sglang")
 T = TypeVar("T")
 
 ANNOUNCED_MAX: Final = 1 << 14
-"""Batches whose priority is remembered until they are written."""
+"""Largest number of announced priorities, each remembered until its batch is written."""
 SALTS_MAX: Final = 1 << 17
-"""Pages whose salt is remembered: those that were announced last."""
+"""Largest number of remembered salts of pages; the pages announced last are kept."""
 CALLS_MAX: Final = 1 << 10
-"""Calls whose figures are kept until SGLang asks for them."""
+"""Largest number of calls with figures that wait until SGLang asks for them."""
 PAGE_TOKENS_FEW: Final = 16
 PHASES: Final = 3
-"""Calls in which SGLang moves one batch of a model that keeps more than keys and values."""
+"""Calls that SGLang needs to move one batch of a model that keeps more than keys and values."""
 
 
 class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
-    """The pages of one rank, in a stack that the ranks of a server on one machine share.
+    """Stores the pages of one rank, in a stack that a server's ranks on one machine share.
 
     ``storage_config`` is SGLang's, ``kwargs`` are empty.
 
     Raises
     ------
     ConfigError
-        The settings are wrong, or the engine is one that is not supported.
+        The settings are wrong, or the engine is not supported.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
@@ -74,23 +74,26 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         identity.require_named(self._settings.model.fingerprint)
         _require_shared(storage_config, self._settings)
         self._pools: dict[str, RankPool] = {}
-        """By name; keys and values first."""
+        """Pools by name; the first has keys and values."""
         self._node: Node | None = None
-        """None before the host pools are known, and once weights have changed."""
+        """Stack in use; None before the host pools are known, and once weights have changed."""
         self._node_to_close: Node | None = None
         self._slot_bytes = 0
-        """Of the stack; 0 before it is open."""
+        """Bytes of a slot of the stack; 0 before it is open."""
         self._lock = Lock()
         self._announced: OrderedDict[str, int | None] = OrderedDict()
-        """By the first page of a batch that is about to be stored: what it is worth."""
+        """Priority of each batch about to be stored, by its first page.
+
+        If there are other pools, also by the last page of what was announced together.
+        """
         self._salts: OrderedDict[str, str] = OrderedDict()
-        """By page, for those that have one: where batches begin that SGLang reads is its own."""
+        """Salt by page, if it has one. Each page is listed: SGLang may read from any of them on."""
         self._gets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         self._sets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
 
     @property
     def manager(self) -> CacheManager | None:
-        """The stack's, on the rank that owns it and as long as it is in use."""
+        """Manager of the stack, on the rank that owns it while it is in use; else None."""
         return self._node.manager if self._node is not None else None
 
     # ---- once, on the scheduler's thread
@@ -101,7 +104,9 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         Raises
         ------
         ConfigError
-            It cannot be used, or SGLang may hold pages of weights that have gone.
+            Weights may have changed since SGLang's cache was filled, or cannot be read.
+        LayoutError
+            The pool cannot be used.
         """
         super().register_mem_pool_host(mem_pool_host)
         watch.begin(is_late=not identity.is_starting())
@@ -109,14 +114,15 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools = {KV: pool_of(mem_pool_host, KV, self._ranks, 0)}
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take another pool; once the stack is open, only one that it can take.
+        """Take another pool; does nothing if it has a pool of this name.
 
-        Its pages have to fit into the slots, and no codec may tell kinds of pages apart.
+        If the stack is already open, the pool's pages must fit into its slots, and no codec may
+        distinguish kinds of pages.
 
         Raises
         ------
         LayoutError
-            It cannot be used.
+            The pool cannot be used.
         """
         name = str(host_pool_name)
         if name in self._pools:
@@ -132,12 +138,12 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = pool
 
     def on_host_pools_registered(self) -> None:
-        """Open the stack for pages of these pools, or come to that of another rank.
+        """Open the stack for pages of these pools, or use that of another rank.
 
         Raises
         ------
         ConfigError
-            The stack cannot be had; says where, what and what instead.
+            The stack cannot be opened; says where, what and what instead.
         """
         settings, ranks = self._settings, self._ranks
         layout = identity.layout_of([*self._pools.values()], ranks, settings.model.fingerprint)
@@ -156,7 +162,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             logger.warning("%s", text)
 
     def weights_change(self) -> None:
-        """Serve and keep nothing from now on: pages are named by the weights that were."""
+        """Serve and store nothing from now on: page names still refer to the earlier weights."""
         if self._node is not None:
             self._node = None
             logger.warning("the weights change: kvladder is out of use until it is attached anew")
@@ -170,7 +176,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Which prefixes all pools can serve, and of each pool the longest that it can serve."""
+        """Return the prefixes that all pools can serve, and each pool's longest prefix."""
         there = self.batch_exists(keys)
         served, longest = set(range(1, there + 1)), {KV: there} if there else {}
         asked: Sequence[Any] = pool_transfers or ()
@@ -182,7 +188,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(served, default=0), longest, sorted(served))
 
     def _served(self, transfer: Any, keys: Sequence[str]) -> set[int]:
-        """The lengths of prefixes of which a pool has all that would be read."""
+        """Return the prefix lengths for which a pool holds every page that would be read."""
         node, batch = self._node, self._batch(self._pools[str(transfer.name)], keys)
         if node is None or not keys:
             return set()
@@ -214,9 +220,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """False for pages that found no slot, so that SGLang offers none of those behind them.
+        """Store pages; return True for each page that is done.
 
-        True for what no level wants: those behind it may be wanted.
+        False means that a page found no slot, and stops SGLang from offering the pages behind it.
+        Pages that no level wants get True, since those behind them may be wanted.
         """
         with self._lock:
             priority = self._announced.pop(keys[0], None)
@@ -225,7 +232,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         return self._moved(pool, self._batch(pool, keys, priority), host_indices, up=False)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """As ``batch_set_v1``, which is called for keys and values of the same pages after it."""
+        """Do as ``batch_set_v1``, which SGLang calls afterwards for keys and values."""
         found: dict[str, list[bool]] = {}
         for transfer in transfers:
             pool = self._pools[str(transfer.name)]
@@ -236,7 +243,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         return found
 
     def _batch(self, pool: RankPool, keys: Sequence[str], priority: int | None = None) -> PageBatch:
-        """Pages of a pool, and how long they may take: all of a batch as long as SGLang waits."""
+        """Return a batch of a pool's pages; its calls share the time that SGLang allows a batch."""
         phases = PHASES if len(self._pools) > 1 else 1
         return PageBatch(
             pool.names(keys),
@@ -250,7 +257,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def _moved(
         self, pool: RankPool, batch: PageBatch, rows: torch.Tensor | None, *, up: bool
     ) -> list[bool]:
-        """Copy pages between a pool's rows and slots; of each whether it is over and done with."""
+        """Copy pages between a pool's rows and slots; return whether each page is done.
+
+        Without a stack no page is read, and all saves count as done.
+        """
         node, begun_s, total, copied = self._node, SystemClock().now(), len(batch.keys), 0
         done = 0 if up else total
         if node is not None:
@@ -271,26 +281,24 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         return [at < done for at in range(total)]
 
     def announce(self, keys: Sequence[str], *, priority: int | None, salt: str) -> None:
-        """Say what pages that are about to be stored are worth, and whose they are.
+        """Remember the priority and the salt of pages that are about to be stored.
 
-        None for what nothing was said of: those that are here already keep their priority.
+        With None for the priority, pages that are held already keep theirs.
         """
-        lasts = keys[-1:] if len(self._pools) > 1 else ()  # where the pages of other pools end
-        firsts = keys[::STORAGE_BATCH_SIZE]  # so many SGLang moves at once
+        lasts = keys[-1:] if len(self._pools) > 1 else ()  # pages of other pools end there
+        firsts = keys[::STORAGE_BATCH_SIZE]  # SGLang moves this many at once
         self._remember(self._announced, (*firsts, *lasts), priority, ANNOUNCED_MAX)
         self.announce_salt(keys, salt)
 
     def announce_salt(self, keys: Sequence[str], salt: str) -> None:
-        """Say whose pages these are, which are about to be stored or read; a page has one salt
-        for ever.
-        """
+        """Remember the salt of pages that are about to be stored or read. It never changes."""
         if salt:
             self._remember(self._salts, keys, salt, SALTS_MAX)
 
     def _remember(
         self, by_page: OrderedDict[str, T], keys: Sequence[str], told: T, most: int
     ) -> None:
-        """Note something of pages, in place of what was noted first of all."""
+        """Note ``told`` for pages; beyond ``most`` entries the oldest are dropped."""
         with self._lock:
             for key in keys:
                 by_page[key] = told
@@ -303,7 +311,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def get_stats(  # pyright: ignore[reportIncompatibleMethodOverride] - its own gives nothing
         self,
     ) -> StorageMetrics:
-        """Return the figures of the calls since the last time, pages and GB/s."""
+        """Return the pages and GB/s of the calls since the last time."""
         gets, sets = _taken(self._gets), _taken(self._sets)
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in gets],
@@ -316,12 +324,12 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         return pages * self._pools[KV].page_bytes / max(seconds, 1e-9) / 1e9
 
     def clear(self) -> None:
-        """Forget every page of this model, in every level."""
+        """Remove every page of this model from every level."""
         if self._node_to_close is not None:
             self._node_to_close.clear()
 
     def close(self) -> None:
-        """End everything; may be called again. Nobody calls it where SGLang is ended."""
+        """Close the stack. May be called again. SGLang does not call it when it is terminated."""
         node, self._node, self._node_to_close = self._node_to_close, None, None
         if node is not None:
             node.close()
@@ -345,12 +353,12 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _taken(calls: deque[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Take what there is; other threads append meanwhile."""
+    """Remove and return the calls so far; other threads may append meanwhile."""
     return [calls.popleft() for _ in range(len(calls))]
 
 
 def _require_shared(ranks: Any, settings: StackConfig) -> None:
-    """Raise ConfigError if what one rank alone stores would not reach those of other machines."""
+    """Raise ConfigError if pages that only one rank stores cannot reach ranks on other machines."""
     if not ranks.is_mla_model or not identity.is_spread(ranks):
         return
     if not any(level.make.shared and level.when == "commit" for level in settings.levels):
@@ -363,7 +371,10 @@ def _require_shared(ranks: Any, settings: StackConfig) -> None:
 
 
 def _warnings(settings: StackConfig, page_tokens: int) -> Iterator[str]:
-    """What SGLang allows and nobody means; the stack's start says the rest."""
+    """Yield warnings about settings that SGLang allows but that are hardly intended.
+
+    The stack has warnings of its own when it starts.
+    """
     late = late_levels(settings)
     if late:
         yield (

@@ -1,6 +1,6 @@
-"""SGLang's own tree, which tells the storage what pages are worth and whose they are.
+"""SGLang's own radix tree, extended to tell the storage the priority and the salt of pages.
 
-Without it the storage knows neither: SGLang hands it pages, not requests.
+Without it the storage knows neither, because SGLang passes it pages, not requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 logger = logging.getLogger("kvladder.sglang")
 
 NODES_MAX: Final = 1 << 16
-"""Nodes whose priority is remembered until they are written to the storage."""
+"""Largest number of priorities of nodes, each remembered until its node is written."""
 HOOKS: Final = (
     "checkpoint_into_tree",
     "_execute_and_commit_kv_backup",
@@ -26,15 +26,16 @@ HOOKS: Final = (
     "_finish_write_through_ack",
     "drain_storage_control_queues",
 )
-"""What is overridden."""
+"""Methods of the tree that are overridden."""
 QUESTIONS: Final = ("build_storage_backup_spec", "prefetch_anchor_info")
-"""What is asked of the core of the tree."""
+"""Methods of the tree's core that are called."""
 
 
 def priority_of(request: Any) -> int | None:
-    """What a request's pages are worth: 1 to 100, None if it does not say so.
+    """Return the priority of a request's pages, 1 to 100, or None if the request gives none.
 
-    One that says nothing has 0, or an end of the range of 64 bits where SGLang sorts by priority.
+    Without a priority, SGLang's value is 0, or an end of the 64-bit range if SGLang schedules by
+    priority.
     """
     said = request.priority
     return said if isinstance(said, int) and 0 < said <= PRIORITY_MAX else None
@@ -43,17 +44,17 @@ def priority_of(request: Any) -> int | None:
 class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """Announces priority and salt of pages to the storage before they are written there.
 
-    Everything is called on the scheduler's thread. Of a node that is split before it is written the
-    priority is not known.
+    All calls come from the scheduler's thread. If a node is split before it is written, its
+    priority is lost.
     """
 
     _request_priority: int | None = None
-    """Of the request whose pages are being inserted, if it says one."""
+    """Priority of the request that is inserting its pages, if it gives one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._priorities: dict[Any, int] = {}
-        """By node, until it is written to the storage."""
+        """Priority by node, until the node is written to the storage."""
         missing = [name for name in HOOKS if not hasattr(UnifiedRadixCache, name)]
         missing += [name for name in QUESTIONS if not hasattr(self.tree_core, name)]
         self._can_tell = not missing
@@ -87,14 +88,14 @@ class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     @property
     def _storage(self) -> KVLadderStorage | None:
-        """The storage, if it is ours and may be told."""
+        """The storage, if it is ours and this SGLang's tree has all that we call."""
         storage = getattr(self.cache_controller, "storage_backend", None)
         return storage if self._can_tell and isinstance(storage, KVLadderStorage) else None
 
     def drain_storage_control_queues(self) -> None:
         storage = self._storage
         if storage is not None:
-            # What was found of a request's pages is read as soon as this queue is drained.
+            # Draining this queue starts reading the pages found for a request.
             controller: Any = self.cache_controller
             for found in controller.prefetch_hit_queue.queue.copy():
                 if found.token_ids.cache_salt:
@@ -114,7 +115,7 @@ class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _finish_write_through_ack(self, ack_id: int) -> None:
         storage, pipeline = self._storage, self.buffer_pipeline
         if storage is not None and pipeline is not None:
-            # With a host pool that only stages, pages go from here to the storage.
+            # If the host pool only stages pages, they go to the storage from here.
             entry: Any = pipeline.ongoing_write_through[ack_id]
             for keys in entry.keys_by_pool.values():
                 storage.announce_salt(keys, entry.intent.snapshot.key.cache_salt or "")

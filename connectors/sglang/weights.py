@@ -1,4 +1,4 @@
-"""Whether weights changed while SGLang ran, which neither its hashes nor its storage hear of."""
+"""Detects changed weights in a running SGLang, which tells neither its hashes nor its storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKER: Final = "sglang.srt.utils.weight_checker:WeightChecker"
 SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter:_TorchMemorySaverAdapterReal"
 TREE: Final = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
 WEIGHTS: Final = "weights"
-"""SGLang's tag of their memory."""
+"""SGLang's tag of the weights' memory."""
 UPDATES: Final = (
     "begin_weight_update",
     "end_weight_update",
@@ -34,37 +34,37 @@ CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
     CHECKER: ("handle",),
     SAVER: ("pause", "resume"),
 }
-"""By class, SGLang's methods that change weights or take them away, or may."""
+"""SGLang's methods that change weights or release their memory, or may do so, by class."""
 
 
 class WeightNamed(Protocol):
     """A storage that names pages after the weights."""
 
     def weights_change(self) -> None:
-        """Weights are about to change; on the scheduler's thread."""
+        """Take note that weights are about to change. Called on the scheduler's thread."""
         ...
 
 
 class WeightsTracker:
-    """Hears of changed weights and of flushed caches in this process, once it has begun."""
+    """Notices changed weights and flushed caches in this process, from ``begin`` on."""
 
     def __init__(self) -> None:
         self._keepers: WeakSet[Any] = WeakSet()
         self._has_begun = False
         self._is_stale = False
-        """SGLang's pools may hold pages of weights that it had before."""
+        """True if SGLang's pools may hold pages of earlier weights."""
         self._are_away = False
-        """SGLang has given back the memory that they are in."""
+        """True while SGLang has released the memory of the weights."""
         self._fingerprints: set[str] = set()
-        """Users' texts for the weights that are in memory."""
+        """Users' fingerprints of the weights that are in memory."""
         self._spent: set[str] = set()
-        """Users' texts for weights that are not there any more."""
+        """Users' fingerprints of weights that are no longer in memory."""
 
     def begin(self, *, is_late: bool = False) -> None:
         """Watch SGLang's classes from now on. Does nothing when called again.
 
-        If that ``is_late``, requests were computed before: whether weights have changed since is
-        not known, and counts as if they had.
+        ``is_late`` means that requests were computed before. Weights may have changed since then,
+        so they count as changed.
         """
         if self._has_begun:
             return
@@ -90,7 +90,7 @@ class WeightsTracker:
             )
 
     def tell(self, keeper: WeightNamed, fingerprint: str) -> None:
-        """Tell ``keeper`` of each change from now on; it names the weights by ``fingerprint``."""
+        """Notify ``keeper`` of each change from now on; ``fingerprint`` is its weights' name."""
         self._keepers.add(keeper)
         if fingerprint != "auto":
             self._fingerprints.add(fingerprint)
@@ -124,7 +124,7 @@ class WeightsTracker:
         return telling
 
     def require_known(self, fingerprint: str) -> None:
-        """Raise ConfigError if pages would come under a name that is not that of their weights."""
+        """Raise ConfigError if pages could get a name that does not match their weights."""
         if self._are_away:
             raise ConfigError(
                 "SGLang has given back the memory of its weights, so they cannot be read",
@@ -145,7 +145,7 @@ class WeightsTracker:
 
 
 def _class_at(where: str) -> Any:
-    """Return a class of SGLang's, or None if this version has none of that name."""
+    """Return a class of SGLang's, or None if this version lacks it."""
     module, _, name = where.partition(":")
     try:
         return getattr(importlib.import_module(module), name, None)
@@ -154,10 +154,10 @@ def _class_at(where: str) -> Any:
 
 
 def _changes(name: str, told: Collection[Any]) -> bool:
-    """Whether a call of one of SGLang's methods changes weights."""
+    """Return whether a call of one of SGLang's methods, with these arguments, changes weights."""
     if name == "handle":
         return "reset_tensors" in told
-    if name == "pause":  # of memory: what has a copy on the host comes back as it was
+    if name == "pause":  # releases memory; weights with a backup on the host come back unchanged
         from sglang.srt.runtime_context import get_exec
 
         return WEIGHTS in told and not get_exec().features.enable_weights_cpu_backup
@@ -165,9 +165,9 @@ def _changes(name: str, told: Collection[Any]) -> bool:
 
 
 def is_scheduler() -> bool:
-    """Whether SGLang has what changes weights in this process, before it is begun."""
+    """Return whether this process has loaded SGLang's weight updater, so it computes."""
     return UPDATER.partition(":")[0] in sys.modules
 
 
 watch = WeightsTracker()
-"""Of this process."""
+"""Tracker of this process."""

@@ -12,6 +12,6 @@ _ROOMS = {"GrowingCache": "growing", "Prefixes": "growing", "PooledModel": "mode
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:  # not before it is asked for: it imports transformers
+    if name in _ROOMS:  # imported on demand: it imports transformers
         return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

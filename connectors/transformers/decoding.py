@@ -1,7 +1,7 @@
-"""What requests go on with: several texts of one prompt at once, or drafts that a pass verifies.
+"""Ways to decode: beam search over several texts of one prompt, and drafts that a pass verifies.
 
-Neither knows of blocks. An engine forks the request of a text that goes on in several ways, and
-takes back what was drafted wrong: ``examples/transformers_engine.py`` does both.
+This code does not deal with blocks. An engine forks the request of a text that has several
+continuations, and takes wrong drafts back: ``examples/transformers_engine.py`` does both.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, Final
 import torch
 
 WORDS_MAX: Final = 3
-"""With how many of its last tokens a text is looked for in itself, at most."""
+"""Largest number of last tokens that ``drafted`` compares with earlier ones."""
 
 
 class BeamSearch:
-    """The texts that a prompt goes on with, as ``generate(num_beams=...)`` chooses them.
+    """Chooses continuations of a prompt, as ``generate(num_beams=...)`` does.
 
-    Its length penalty is 1 and it does not stop early, as by default: it ends when no text that
-    goes on can be better than those that ended.
+    The length penalty is 1 and it does not stop early, which are the defaults. It ends when no
+    open text can become better than the ended ones.
 
     Parameters
     ----------
     beams:
-        How many texts go on at once, 2 or more.
+        Number of texts that are continued at once, 2 or more.
     tokens_max:
-        How long a text gets.
+        Largest length of a text in tokens.
     ends:
         Tokens that end a text.
 
@@ -40,23 +40,23 @@ class BeamSearch:
         if beams < 2:
             raise ValueError(f"{beams} beams: expected 2 or more, or none at all")
         self.texts: list[list[int]] = [[]]
-        """Those that go on, the best first; the best of all when it is ``done``."""
+        """Open texts, the best first; once ``done``, only the best ended text."""
         self.done = False
         self._beams, self._tokens_max, self._ends = beams, tokens_max, ends
         self._scores = torch.zeros(1)
         self._ended: list[tuple[float, list[int]]] = []
-        """Texts that ended, with their score by token, the best first."""
+        """Ended texts with their score per token, the best first."""
 
     def step(self, logits: torch.Tensor) -> list[int]:
-        """Go on by a token, with logits ``[texts, vocabulary]`` after each text.
+        """Continue by one token, given the logits ``[texts, vocabulary]`` after each text.
 
-        Returns which of the texts each of those that it has now continues; nothing if the best of
-        all ended earlier.
+        Returns, for each of the new texts, the index of the old text that it continues. Empty if
+        it is done and the best text ended in an earlier step.
         """
         chances = torch.log_softmax(logits.float(), -1)
         chances += self._scores.to(chances.device)[:, None]
         count = min(max(2, 1 + len(self._ends)) * self._beams, chances.numel())
-        best: Any = chances.flatten().topk(count)  # so many that enough of them do not end
+        best: Any = chances.flatten().topk(count)  # enough that ``beams`` of them do not end
         scores: list[float] = best.values.tolist()
         places: list[int] = best.indices.tolist()
         length = len(self.texts[0]) + 1
@@ -67,11 +67,11 @@ class BeamSearch:
         for rank, place in enumerate(places):
             parent, token = divmod(place, chances.shape[1])
             text = [*self.texts[parent], token]
-            # A text that ends counts only if it is among the best.
+            # A text that ends counts only if it is among the best ``beams``.
             if token in self._ends or length == self._tokens_max:
                 if rank < self._beams and self._end(scores[rank] / length, text):
                     winner = [parent]
-            # One that goes on takes the next place, while there is one.
+            # An open text takes the next free beam, if there is one.
             elif len(going) < self._beams:
                 going.append(rank)
                 texts.append(text)
@@ -85,7 +85,7 @@ class BeamSearch:
         return parents
 
     def _end(self, score: float, text: list[int]) -> bool:
-        """Keep a text among the best that ended; returns whether it is the best of all."""
+        """Add an ended text, keep the best ``beams`` of them; return whether it is the best."""
         self._ended.append((score, text))
         self._ended.sort(key=lambda one: -one[0])
         del self._ended[self._beams :]
@@ -93,11 +93,11 @@ class BeamSearch:
 
 
 def drafted(tokens: Sequence[int], count: int) -> list[int]:
-    """``count`` tokens that may come next: those that followed where the text was alike before.
+    """Return ``count`` tokens that may come next, copied from an earlier similar place.
 
-    That is the most recent place where as many as possible of the last tokens stood already, up
-    to ``WORDS_MAX``. What has come from there to the end is taken to repeat. Empty if the last
-    token is a new one.
+    It looks for the place where most of the last tokens, up to ``WORDS_MAX``, occurred before, and
+    takes the most recent one. The tokens from there to the end are assumed to repeat. Empty if the
+    last token has not occurred before.
     """
     longest, after = 0, 0
     for at in range(len(tokens) - 2, -1, -1):
@@ -113,6 +113,6 @@ def drafted(tokens: Sequence[int], count: int) -> list[int]:
 
 
 def agreed(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many of the first drafts are what the model chose."""
+    """Return how many leading drafts equal what the model chose."""
     pairs = enumerate(zip(drafts, chosen, strict=False))
     return next((at for at, (one, other) in pairs if one != other), len(drafts))

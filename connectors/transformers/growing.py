@@ -1,4 +1,4 @@
-"""Caches for ``generate`` that grow in place, and the beginnings of prompts in a stack of tiers."""
+"""Caches for ``generate`` that grow in place, and a store of prompts' prefixes in a stack."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from kvladder.layout import Layout
 
 
 class GrowingBuffer:
-    """Memory for the keys, or the values, of one layer: longer than what is in it.
+    """Memory for the keys, or the values, of one layer, with spare room for more tokens.
 
     Parameters
     ----------
     step:
-        It grows by multiples of so many tokens.
+        The memory's length is a multiple of this many tokens.
     """
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._memory: torch.Tensor | None = None
         self.in_place = False
-        """Whether the last tokens were written behind the others, and none of those moved."""
+        """True if the last ``append`` wrote behind the held tokens without moving them."""
         self.copied_bytes = 0
-        """Of tokens that moved because the memory grew."""
+        """Total bytes of held tokens that had to move to other memory."""
 
     @property
     def bytes(self) -> int:
-        """What it takes, spare room included."""
+        """Bytes of the memory, spare room included."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def append(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """``held`` and ``new`` behind it, in one tensor ``[rows, heads, tokens, size]``.
+        """Return ``held`` followed by ``new`` in one tensor ``[rows, heads, tokens, size]``.
 
-        In place where ``held`` is what this returned, or a part of it that begins further behind
-        or ends earlier, and what is to come fits in.
+        This works in place if ``new`` fits into the spare room and ``held`` is an earlier result.
+        ``held`` may also be a part of such a result.
         """
         length = held.shape[2] if held.numel() else 0
         whole = length + new.shape[2]
-        if new.requires_grad and torch.is_grad_enabled():  # who goes back needs what was
+        if new.requires_grad and torch.is_grad_enabled():  # backward needs the earlier tensors
             self._memory, self.in_place = None, False
             return torch.cat((held, new), dim=2) if length else new
         memory, start = self._memory, self._start(held) if length else None
@@ -69,7 +69,7 @@ class GrowingBuffer:
         return memory[:, :, start : start + whole]
 
     def _start(self, held: torch.Tensor) -> int | None:
-        """The place of its first token in the memory; None if it lies elsewhere."""
+        """Return the index in the memory of the first token of ``held``, or None if elsewhere."""
         memory = self._memory
         if memory is None or held.stride() != memory.stride() or held.shape[:2] != memory.shape[:2]:
             return None
@@ -78,17 +78,17 @@ class GrowingBuffer:
         return int(held.storage_offset()) // int(memory.stride(2))
 
     def _fits(self, memory: torch.Tensor, end: int, whole: int) -> bool:
-        """Whether tokens up to ``end`` may be written, and ``whole`` of them do not waste it."""
+        """Return whether tokens up to ``end`` may be written without leaving most room unused."""
         return end <= memory.shape[2] <= 2 * whole + self._step and not _frozen(memory)
 
 
 def _frozen(states: torch.Tensor) -> bool:
-    """Whether nobody may write to these now, as they were made in inference mode."""
+    """Return whether a tensor is read-only now: made in inference mode, which has ended."""
     return states.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of full attention. ``keys`` and ``values`` are views into rooms."""
+    """A layer of full attention. ``keys`` and ``values`` are views into ``rooms``."""
 
     keys: Any
     values: Any
@@ -100,7 +100,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens and give all."""
+        """Add the new tokens; return the keys and values of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         of_keys, of_values = self.rooms
@@ -110,7 +110,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer that sees a window: what it keeps moves once a step, not with every token."""
+    """A layer with a sliding window. Its tokens move once in ``step`` tokens, not every time."""
 
     keys: Any
     values: Any
@@ -122,7 +122,7 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens and give what they see."""
+        """Add the new tokens; return the keys and values that they see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[2]
@@ -142,20 +142,20 @@ def _last(states: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """A cache for ``generate(past_key_values=...)`` whose layers grow in place.
+    """A cache for ``generate(past_key_values=...)`` with layers that grow in place.
 
-    New tokens are written into spare room behind those that are there; memory grows, and what is
-    in it moves, once in ``step`` tokens, in layers one after the other (as in OpenVINO's GPU
-    plug-in). Where a layer may not write in place, because somebody changed its tensors or goes
-    back through them, it moves its tokens and goes on. Beams take over from others what they do
-    not have in common. Layers that keep states instead of tokens are transformers' own.
+    New tokens are written into spare room behind the held ones. Once in ``step`` tokens the memory
+    of a layer grows and its tokens move. Layers do so at different times, as in OpenVINO's GPU
+    plug-in. If a layer may not write in place, because its tensors were replaced or autograd needs
+    them, it moves its tokens first. When beams are reordered, a row copies only the tokens that
+    differ from its new parent's. Layers that keep states instead of tokens are transformers' own.
 
     Parameters
     ----------
     config:
-        The model's.
+        The model's configuration.
     step:
-        Tokens; that of layer ``n`` is ``growth_step(n, step=step)``.
+        Growth step in tokens; layer ``n`` uses ``growth_step(n, step=step)``.
     """
 
     layers: list[Any]
@@ -169,27 +169,27 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         self._beams = Beams(1)
         self._parted: int | None = None
         self.began = 0
-        """With which of a model's weights it began, see ``Prefixes``."""
+        """Version number of the model's weights when it began, see ``Prefixes``."""
 
     @property
     def certain(self) -> int:
-        """Tokens that every row has had since they came: behind them rows have changed places."""
+        """Number of leading tokens of each row that no reordering of rows has changed."""
         held = int(self.get_seq_length())
         return held if self._parted is None else min(held, self._parted)
 
     @property
     def in_place(self) -> list[bool]:
-        """By layer and by keys and values, whether the last tokens moved no others."""
+        """True for each buffer (keys, then values, of each layer) last appended to in place."""
         return [room.in_place for room in self._rooms()]
 
     @property
     def copied_bytes(self) -> int:
-        """Of tokens that moved because memory grew."""
+        """Total bytes of tokens that moved because memory grew."""
         return sum(room.copied_bytes for room in self._rooms())
 
     @property
     def bytes(self) -> int:
-        """What the layers' memory takes, spare room included."""
+        """Bytes of the layers' memory, spare room included."""
         return sum(room.bytes for room in self._rooms())
 
     def _rooms(self) -> Iterator[GrowingBuffer]:
@@ -204,12 +204,12 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep a layer's new tokens and give all that it sees.
+        """Add a layer's new tokens; return the keys and values that the layer sees.
 
         Raises
         ------
         LayoutError
-            The cache is that of another model.
+            The cache belongs to another model.
         """
         self._require(key_states, layer_idx)
         theirs: Any = super()
@@ -230,7 +230,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
             raise LayoutError(f"layer {at} holds {kept}, and gets {come}", hint=hint)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row ``n`` goes on from what row ``beam_idx[n]`` has."""
+        """Make row ``n`` continue from the tokens of row ``beam_idx[n]``."""
         parents = [int(parent) for parent in beam_idx]
         if len(self._beams) != len(parents):
             self._beams = Beams(len(parents))
@@ -248,14 +248,14 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
                     _take_over(states, copies, length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens."""
+        """Remove the last ``-tokens_to_remove`` tokens."""
         super().crop(tokens_to_remove)  # pyright: ignore[reportUnknownMemberType]
         self._beams.crop(self.get_seq_length())
         if self._parted is not None and self.get_seq_length() <= self._parted:
             self._parted = None
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         super().reset()  # pyright: ignore[reportUnknownMemberType]
         self._beams, self._parted = Beams(1), None
 
@@ -265,7 +265,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         self._beams = Beams(1)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows, in this order."""
         super().batch_select_indices(indices)  # pyright: ignore[reportUnknownMemberType]
         self._beams = Beams(1)
 
@@ -279,7 +279,10 @@ def _growing(layer: Any, step: int) -> Any:
 
 
 def _take_over(states: torch.Tensor, copies: Sequence[tuple[int, int, int]], length: int) -> None:
-    """Make copies between rows of which the last of ``length`` tokens are kept; reads first."""
+    """Copy tokens between rows: ``(source, target, first)``; all sources are read before writing.
+
+    ``states`` may hold only the last of ``length`` tokens.
+    """
     before = length - states.shape[2]
     written = {target for _, target, _ in copies}
     parts: list[tuple[int, int, torch.Tensor]] = []
@@ -292,25 +295,25 @@ def _take_over(states: torch.Tensor, copies: Sequence[tuple[int, int, int]], len
 
 
 class Prefixes:
-    """Keeps what a model computed of prompts in a stack of tiers, for caches that begin with it.
+    """Stores the KV cache of prompts in a stack of tiers, for later caches that begin with them.
 
-    One thread; a context manager.
+    For one thread; a context manager.
 
     Parameters
     ----------
     model:
-        Of full attention in all layers, in evaluation mode.
+        A model with full attention in all layers, in evaluation mode.
     source:
         The stack: a YAML file, or a mapping.
     block_tokens:
-        Tokens that are kept and found together.
+        Tokens per block.
     overrides:
-        Settings above those of the file.
+        Settings that take precedence over those of the file.
 
     Raises
     ------
     ConfigError, LayoutError
-        A setting is wrong, or a layer keeps something else than keys and values of all tokens.
+        A setting is wrong, or a layer keeps something other than keys and values of all tokens.
     """
 
     def __init__(
@@ -336,7 +339,7 @@ class Prefixes:
                 {"engine": "transformers.generate", "model": self._weights.first},
             )
             self.manager = open_cache(source, layout=layout, overrides=overrides)
-            """The cache of blocks."""
+            """Manager of the cache that holds the blocks."""
         except BaseException:
             self._weights.close()
             raise
@@ -351,11 +354,11 @@ class Prefixes:
     def begin(
         self, tokens: Sequence[int], *, salt: str = "", rows: int = 1, step: int = STEP
     ) -> GrowingCache:
-        """A cache with the longest beginning of a prompt that is found.
+        """Return a cache that holds the longest stored prefix of a prompt.
 
-        Its last token is not in it, since a model computes at least one. ``rows`` is how many
-        ``generate`` makes of the prompt: beams, or sequences that are returned. Waits for tiers, as
-        long as the stack's ``fetch.deadline``.
+        The prompt's last token is never included, since a model must compute at least one.
+        ``rows`` is the number of rows that ``generate`` makes of the prompt: its beams or returned
+        sequences. Waits for tiers up to the stack's ``fetch.deadline``.
         """
         self._follow()
         cache = GrowingCache(self._model.config, step=step)
@@ -379,12 +382,11 @@ class Prefixes:
         return cache
 
     def keep(self, cache: Any, tokens: Sequence[int], *, salt: str = "") -> int:
-        """Save the whole blocks of the tokens that row 0 of a cache holds.
+        """Save all whole blocks of row 0 of a cache; return how many blocks were new.
 
-        ``tokens`` are those of the row, from the first to the last that was generated. Behind
-        beams, whose rows change places, only what all of them have in common is saved. Once the
-        weights have changed, so is nothing but caches that ``begin`` has given since. Returns how
-        many blocks were new.
+        ``tokens`` are those of the row, from the first to the last generated one. After beam
+        search, which reorders rows, only the tokens that all rows share are saved. After a change
+        of the weights, a cache is saved only if ``begin`` has returned it since.
 
         Raises
         ------
@@ -420,10 +422,10 @@ class Prefixes:
         return len(save.slots)
 
     def updated(self) -> None:
-        """Have the model's weights looked at before anything else is found or saved.
+        """Check the model's weights before anything else is found or saved.
 
         Only needed after writes that leave no trace, such as those to ``parameter.data`` when an
-        adapter is merged. All others are seen: see ``Watched``.
+        adapter is merged. Other changes are detected: see ``Watched``.
         """
         self._weights.doubt()
 
@@ -436,7 +438,7 @@ class Prefixes:
             self._scheme = KeyScheme(space, block_tokens=self._scheme.block_tokens)
 
     def _views(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The keys and values of each layer in a slot, ``[heads, tokens, size]``."""
+        """Return views of each layer's keys and values in a slot, ``[heads, tokens, size]``."""
         memory = torch.frombuffer(self.manager.arena.view(slot), dtype=torch.uint8)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         at, size = 0, self._scheme.block_tokens
@@ -450,11 +452,11 @@ class Prefixes:
         return found
 
     def close(self) -> None:
-        """Flush to durable levels and close; may be called again."""
+        """Flush to durable levels and close. May be called again."""
         self.manager.close()
         self._weights.close()
 
 
 def _bytes(shape: LayerShape, tokens: int) -> int:
-    """Of a block's keys and values of one layer."""
+    """Return the bytes of one layer's keys and values of ``tokens`` tokens."""
     return shape.heads * tokens * (shape.key_size + shape.value_size) * shape.dtype.itemsize

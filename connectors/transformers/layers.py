@@ -1,4 +1,4 @@
-"""A model's layers in the blocks of a plan's pools, and as the model sees them in one pass."""
+"""A model's layers in the blocks of a plan's pools, and their view for the model in one pass."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ _KNOWN = (
 
 
 class LayerShape(NamedTuple):
-    """What one layer caches per token: ``heads`` times keys and values."""
+    """Keys and values that one layer caches per token, for each of ``heads`` heads."""
 
     heads: int
     key_size: int
     value_size: int
     dtype: torch.dtype
     window: int
-    """How many tokens it sees; 0 for all."""
+    """Number of tokens that the layer sees; 0 for all."""
 
 
 class StateShape(NamedTuple):
-    """One recurrent state of a layer, and its convolution, as its class has them."""
+    """Shapes of one recurrent state of a layer and of its convolution, as in transformers."""
 
     recurrent: torch.Size
     inputs: torch.Size
-    """Channels, and as many inputs as the class keeps: the newest one is not kept in a block."""
+    """Channels, and the inputs that transformers keeps; blocks may keep fewer, the newest ones."""
 
 
 class LayerResources(NamedTuple):
-    """What one layer of a model keeps."""
+    """Everything that one layer of a model caches."""
 
     shape: LayerShape | None
-    """Of its keys and values; None if it has none."""
+    """Shape of its keys and values; None if it has none."""
     states: list[StateShape]
     handlers: list[ResourceHandler]
 
 
-# ---- found out by running the model
+# ---- learned by running the model
 
 
 def cache_name(model: Any) -> str:
-    """What a model's class calls the cache that it is given."""
+    """Return the name of the parameter that takes the cache in a model's ``forward``."""
     taken = signature(model.forward).parameters
     return "cache_params" if "cache_params" in taken else "past_key_values"
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether a model's class is told where tokens are; else it counts what the cache holds."""
+    """Return whether ``forward`` takes positions; else the model counts the cache's tokens."""
     return "position_ids" in signature(model.forward).parameters
 
 
 def cache_after(model: Any, *passes: int, cache: Any = None) -> Any:
-    """A cache, a new one or this, after passes of so many tokens."""
+    """Run passes of these numbers of tokens; return the cache, a new one if none is given."""
     held = DynamicCache(config=model.config) if cache is None else cache
     for count in passes:
         ids = torch.zeros(1, count, dtype=torch.long, device=model.device)
@@ -85,17 +85,17 @@ def cache_after(model: Any, *passes: int, cache: Any = None) -> Any:
 
 
 def kept_by_layers(model: Any, *, context: int) -> list[LayerResources]:
-    """What the layers of ``model`` keep, found out by running it on one token.
+    """Return what the layers of ``model`` cache, learned by running it on one token.
 
-    A window of ``context`` tokens or more is none.
+    A window of ``context`` tokens or more counts as full attention.
 
     Raises
     ------
     LayoutError
-        A layer keeps something that no pass over pools can give it, or keeps it itself.
+        A layer caches something that pools cannot hold, or keeps it outside the cache.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "recurrent_states"):  # as those of RecurrentGemma do
+        if hasattr(module, "recurrent_states"):  # RecurrentGemma, for example
             what = f"{name} keeps its state in the model, not in the cache"
             raise LayoutError(what, hint="expected a model that keeps all of it in its cache")
     kind = type(model).__name__
@@ -139,10 +139,10 @@ def _states(number: int, layer: Any) -> list[StateShape]:
 
 
 def goes_on(model: Any) -> bool:
-    """Whether a pass of several tokens goes on from the states that are there.
+    """Return whether a pass of several tokens continues from the states in the cache.
 
-    The classes of Jamba and Mamba 1 begin such a pass anew whatever they hold: a state that was
-    changed before must change what comes out.
+    The classes of Jamba and Mamba 1 start such a pass from nothing. The test: a change of the state
+    before the pass must change the state after it.
     """
     one = cache_after(model, 1)
     at = next(at for at, layer in enumerate(one.layers) if hasattr(layer, "recurrent_states"))
@@ -156,13 +156,13 @@ def goes_on(model: Any) -> bool:
 
 
 class TokenPlaces(NamedTuple):
-    """Where tokens are: their blocks, and their places in them, each ``[rows, tokens]``."""
+    """Places of tokens: their blocks, and their positions in these, each ``[rows, tokens]``."""
 
     blocks: torch.Tensor
     within: torch.Tensor
 
     def last(self, count: int) -> TokenPlaces:
-        """The last ``count`` tokens of each row."""
+        """Return the places of the last ``count`` tokens of each row."""
         return TokenPlaces(self.blocks[:, -count:], self.within[:, -count:])
 
 
@@ -173,24 +173,24 @@ class PagedKV:
     group: int
     shape: LayerShape
     window: int
-    """How many tokens it sees: as many as the model says, or fewer; 0 for all."""
+    """Number of tokens that the layer sees, the model's own window or fewer; 0 for all."""
     keys: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor | None = None
-    """uint8 ``[blocks, tokens, heads, bytes]``: of keys and of values, or one of both, as float32;
-    None unless the type has 8 bits."""
+    """uint8 ``[blocks, tokens, heads, bytes]``: float32 scales of keys and of values, or one for
+    both; None unless the type has 8 bits."""
 
     @property
     def narrowed(self) -> int:
-        """The window, if the model alone would see more; else 0."""
+        """The window, if it is narrower than the model's own; else 0."""
         return 0 if self.window == self.shape.window else self.window
 
     def seen(self, longest: int, new: int) -> int:
-        """How many of the newest tokens of the longest row it reads."""
+        """Return how many of the longest row's newest tokens a pass of ``new`` tokens reads."""
         return min(longest, self.window - 1 + new) if self.window else longest
 
     def write(self, places: TokenPlaces, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep ``[rows, heads, tokens, size]`` at these places."""
+        """Write keys and values ``[rows, heads, tokens, size]`` to these places."""
         at = places.blocks, places.within
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if self.scales is None:
@@ -203,15 +203,15 @@ class PagedKV:
             memory.view(torch.uint8)[at] = scaled.view(torch.uint8)
 
     def _scales_of(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What has the largest number be the type's: ``[rows, tokens, heads, parts]``."""
+        """Return scales ``[rows, tokens, heads, parts]``; the largest value becomes the type's."""
         assert self.scales is not None
         most = torch.stack((keys.abs().amax(-1), values.abs().amax(-1)), -1)
-        if self.scales.shape[-1] == most.element_size():  # one for both, of all heads
+        if self.scales.shape[-1] == most.element_size():  # one scale for keys, values and all heads
             most = most.amax((-1, -2), keepdim=True)
         return (most / torch.finfo(self.keys.dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
     def read(self, places: TokenPlaces) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[rows, heads, tokens, size]`` of these places."""
+        """Return the keys and values ``[rows, heads, tokens, size]`` at these places."""
         at, dtype = (places.blocks, places.within), self.shape.dtype
         if self.scales is None:
             found = [memory[at].to(dtype) for memory in (self.keys, self.values)]
@@ -235,23 +235,23 @@ class StateBlocks:
     shape: StateShape
     recurrent: torch.Tensor
     inputs: torch.Tensor
-    """``[blocks, channels, inputs but the newest]``."""
+    """``[blocks, channels, inputs]``: the newest inputs, without the oldest one."""
 
 
 class PagedLayer(NamedTuple):
-    """One layer of a model in the pools."""
+    """Everything that one layer of a model keeps in the pools."""
 
     kv: PagedKV | None
     states: list[StateBlocks]
 
 
 def in_blocks(kept: Sequence[LayerResources], memory: PlanMemory) -> list[PagedLayer]:
-    """Where each layer of a model is in the memory of its plan.
+    """Return views of each layer of a model in the memory of its plan.
 
     Raises
     ------
     LayoutError
-        Something of a layer is not pooled, or is of a handler that no pass knows.
+        A layer keeps something outside the pools, or of a kind that passes do not support.
     """
     groups = {name: group for group, pool in enumerate(memory.plan.pools) for name in pool.members}
     apart = {one.name: one.why for one in memory.plan.alone}
@@ -302,21 +302,21 @@ def _kv(at: int, shape: LayerShape, groups: Mapping[str, int], memory: PlanMemor
 
 
 class PassPlan(NamedTuple):
-    """What one pass computes: ``new`` tokens behind those that each row has."""
+    """One pass: it computes ``new`` tokens behind those that each row has."""
 
     places: Sequence[TokenPlaces]
-    """By group, of all tokens of each row; padding on the left is a row's own first token."""
+    """Places of all tokens of each row, by group; left padding stands at a row's first token."""
     longest: int
     new: int
     begun: bool
-    """Whether the rows have states already: all of them, or none."""
+    """True if the rows have states already: either all of them do, or none."""
 
     def before(self, group: int) -> torch.Tensor:
-        """The block of each row's last token before this pass."""
+        """Return the block of each row's last token before this pass."""
         return self.places[group].blocks[:, -self.new - 1]
 
     def after(self, group: int) -> torch.Tensor:
-        """The block of each row's last token."""
+        """Return the block of each row's last token after this pass."""
         return self.places[group].blocks[:, -1]
 
 
@@ -334,37 +334,37 @@ class _KVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the blocks are there."""
+        """Do nothing: the blocks exist already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens and give all that the layer sees."""
+        """Write the new tokens; return the keys and values that the layer sees."""
         places = self._step.places[self._kv.group]
         self._kv.write(places.last(self._step.new), key_states, value_states)
         return self._kv.read(places.last(self._kv.seen(self._step.longest, self._step.new)))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many tokens the model says it sees, and how many of the longest row come before."""
+        """Return how many tokens the model's own mask covers, and how many precede these."""
         window, longest = self._kv.shape.window, self._step.longest
         seen = min(longest, window - 1 + query_length) if window else longest
         return seen, longest - seen
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row that were there before."""
+        """Return how many tokens the longest row had before this pass."""
         return self._step.longest - self._step.new
 
     def get_max_length(self) -> int:
-        """The window, or -1 for none."""
+        """Return the model's window, or -1 if it has none."""
         return self._kv.shape.window or -1
 
     def get_max_cache_shape(self) -> int:
-        """As it was called in earlier versions."""
+        """Return ``get_max_length()``; earlier versions of transformers use this name."""
         return self.get_max_length()
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The states of one layer as a model sees them in one pass: copies of what the blocks hold."""
+    """States of one layer as a model sees them in one pass: copies of the blocks' contents."""
 
     conv_states: dict[int, Any]
     recurrent_states: dict[int, Any]
@@ -384,7 +384,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[number] = True
 
     def keep(self, states: Sequence[StateBlocks], step: PassPlan) -> None:
-        """Write what the pass left behind to the blocks of each row's last token."""
+        """Write the states after the pass to the blocks of each row's last token."""
         for number, state in enumerate(states):
             blocks = step.after(state.group)
             recurrent = self.recurrent_states[number]
@@ -394,7 +394,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class _BothLayer(_StateLayer, _KVLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A layer with states, and with keys and values."""
+    """A layer with both states and keys and values."""
 
     def __init__(self, kv: PagedKV, states: Sequence[StateBlocks], step: PassPlan) -> None:
         _StateLayer.__init__(self, states, step)
@@ -402,7 +402,7 @@ class _BothLayer(_StateLayer, _KVLayer):  # pyright: ignore[reportIncompatibleMe
 
 
 class Pass:
-    """The layers of one pass; ``keep`` writes the states that it leaves behind."""
+    """The layers of one pass; ``keep`` writes the states back after it."""
 
     def __init__(self, layers: Sequence[PagedLayer], step: PassPlan) -> None:
         self._step = step
@@ -417,7 +417,7 @@ class Pass:
         return _BothLayer(layer.kv, layer.states, self._step)
 
     def keep(self) -> None:
-        """Write what the pass left behind in states."""
+        """Write the states after the pass to their blocks."""
         for layer, seen in zip(self._layers, self.layers, strict=True):
             if layer.states:
                 seen.keep(layer.states, self._step)

@@ -1,4 +1,4 @@
-"""What settings of a model's pools do to its answers: its logits over what the pools keep."""
+"""Measures how settings of a model's pools change its answers, by comparing logits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.planning.loss import Loss
 
 ROOM: Final = 3
-"""Memory for one sequence, as a multiple of what the model's own type takes: none is wider."""
+"""Pool memory as a multiple of one sequence in the model's own type; no setting needs more."""
 SPARE: Final = 1 << 20
 
 
 class PoolsEvaluation:
-    """Runs each prompt's second half twice: over the first, and over the first in pools.
+    """Runs each prompt's second half twice: over the plain first half, and over it in pools.
 
-    What the second half keeps goes through the pools, too. A context manager.
+    In the second run, the KV of the second half goes through the pools, too. A context manager.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class PoolsEvaluation:
     Raises
     ------
     ConfigError, LayoutError
-        As ``PooledModel`` does.
+        As from ``PooledModel``.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class PoolsEvaluation:
         memory = {"memory": f"{ROOM * kept(None) + SPARE} B", "reuse": False}
         stack = {"gpu": {**gpu, **memory}}
         self._pooled = PooledModel(model, stack, context=context, block_tokens=block_tokens)
-        self.loss.plain_bytes = kept(block_tokens)  # what stays when a window has passed the rest
+        self.loss.plain_bytes = kept(block_tokens)  # without tokens that left their window
         self.loss.stored_bytes = kept(block_tokens, **gpu)
 
     @property
     def shortest(self) -> int:
-        """How many tokens a prompt must have."""
+        """Smallest number of tokens of a prompt."""
         return 2 * self._size
 
     @torch.inference_mode()
     def run(self, prompt: Sequence[int]) -> None:
-        """Add a prompt of ``shortest`` tokens or more to ``loss``."""
+        """Evaluate a prompt of at least ``shortest`` tokens and add it to ``loss``."""
         held = len(prompt) // self.shortest * self._size
         tokens = torch.tensor([prompt], device=self._model.device)
         cache: Any = DynamicCache(config=self._model.config)
@@ -78,12 +78,12 @@ class PoolsEvaluation:
         self.loss.add(right, found, tokens[0, held + 1 :].cpu())
 
     def _answers(self, prompt: Sequence[int], held: int) -> torch.Tensor:
-        """Logits ``[tokens, words]`` after each token but the first ``held``."""
+        """Return the logits ``[tokens, words]`` after each token behind the first ``held``."""
         pooled, more = self._pooled, prompt[held:]
         request = pooled.requests.begin(prompt[:held])
         pooled.run([request])
         rows: list[torch.Tensor | None] = []
-        if pooled.plan.states:  # from which one pass returns the logits of one token
+        if pooled.plan.states:  # with states, one pass returns the logits of one token
             for token in more:
                 pooled.requests.append(request, [token])
                 rows += pooled.run([request])
@@ -94,7 +94,7 @@ class PoolsEvaluation:
         return torch.cat([row for row in rows if row is not None])
 
     def close(self) -> None:
-        """Close the pools; may be called again."""
+        """Close the pools. May be called again."""
         self._pooled.close()
 
     def __enter__(self) -> Self:

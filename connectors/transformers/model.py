@@ -1,9 +1,10 @@
 """Hugging Face causal language models on block pools: their KV cache is our blocks.
 
-Any model whose layers keep keys and values (full attention or sliding windows), recurrent states
-behind a convolution, or both, on CPU and on CUDA; what its layers keep is found out by running it
-once. A batch is computed as if its requests were padded on the left, which every attention
-implementation understands; one that is told no positions gets requests of one length at a time.
+Supports any model with layers that keep keys and values (full attention or sliding windows),
+recurrent states behind a convolution, or both, on CPU and on CUDA. One run of the model shows what
+its layers keep. A batch is computed as if its requests were padded on the left, which every
+attention implementation supports. A model that takes no positions gets only requests of equal
+length in one pass.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ from kvladder.manager import FLUSH_TIMEOUT_S
 
 
 def layer_shapes(model: Any, *, context: int) -> list[LayerShape]:
-    """What the layers of a model of attention alone cache, see ``kept_by_layers``."""
+    """Return the layers' shapes of a model with attention only, see ``kept_by_layers``.
+
+    Raises
+    ------
+    LayoutError
+        As from ``kept_by_layers``, or a layer has a state.
+    """
     shapes: list[LayerShape] = []
     for number, kept in enumerate(kept_by_layers(model, context=context)):
         if kept.shape is None or kept.states:
@@ -53,7 +60,7 @@ def layer_shapes(model: Any, *, context: int) -> list[LayerShape]:
 
 
 class PassRow(Protocol):
-    """What a pass reads of a request."""
+    """Part of a request that a pass reads."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -62,17 +69,17 @@ class PassRow(Protocol):
 
     @property
     def computed(self) -> int:
-        """How many of them are in the blocks."""
+        """Number of leading tokens with KV in the blocks."""
         ...
 
     @property
     def tables(self) -> list[list[Any]]:
-        """By group, the slot of each block."""
+        """Slots of its blocks, by group."""
         ...
 
 
 class _Measured(NamedTuple):
-    """A row that a pass is measured with."""
+    """A row for a pass that is only measured."""
 
     tokens: Sequence[int]
     computed: int
@@ -82,36 +89,37 @@ class _Measured(NamedTuple):
 class PooledModel:
     """A causal language model that computes in the blocks of a device cache.
 
-    An engine begins requests with ``requests.begin``, asks ``prepare`` until they are ready, has
-    ``run`` compute what is not cached, appends what it made of the logits, and releases them;
-    ``cache.poll`` is called once a step. One thread.
+    An engine begins requests with ``requests.begin`` and calls ``prepare`` until they are ready.
+    ``run`` computes what is not cached; the engine appends the tokens that it chose and in the end
+    releases the requests. It calls ``cache.poll`` once a step. For one thread.
 
     Parameters
     ----------
     model:
-        In evaluation mode, on one device; any ``AutoModelForCausalLM``.
+        Any ``AutoModelForCausalLM``, in evaluation mode, on one device.
     source:
-        The stack: a YAML file, or a mapping. On CPU ``gpu.memory`` says what the blocks may take.
+        The stack: a YAML file, or a mapping. On CPU ``gpu.memory`` is the memory for blocks.
     context:
-        Tokens of the longest request, what it generates included. Where the model's rotation of
-        tokens depends on the length of the text (LongRoPE, dynamic NTK), all requests have the one
-        for this length, as in vLLM, and its blocks are named by it.
+        Tokens of the longest request, generated ones included. The model's rotation of tokens may
+        depend on the length of the text (LongRoPE, dynamic NTK). Then all requests use the rotation
+        for this length, as in vLLM, and it is part of the blocks' names.
     block_tokens:
         A power of two above 1.
     step:
-        How many tokens of a prompt are computed at a time; None for all.
+        Tokens of a prompt computed at a time; None for all.
     checkpoint_tokens:
-        After how many tokens the states of a recurrent or hybrid model are kept for later requests,
-        a multiple of ``block_tokens``: a pass ends there. 0 keeps none, and nothing is reused then.
+        Distance in tokens between states that a recurrent or hybrid model keeps for later requests,
+        a multiple of ``block_tokens``; a pass ends there. With 0 no state is kept, so nothing is
+        reused.
     overrides:
-        Settings above those of the file.
+        Settings that take precedence over those of the file.
 
     Raises
     ------
     ConfigError, LayoutError
-        A setting is wrong, the memory does not suffice, a layer keeps something that is neither
-        keys and values nor a state behind a convolution, or the rotation depends on the length of
-        the text in a way that cannot be held.
+        A setting is wrong, or the memory does not suffice. Or a layer keeps something other than
+        keys and values or a state behind a convolution. Or the rotation depends on the length of
+        the text and cannot be fixed.
     """
 
     def __init__(
@@ -130,7 +138,7 @@ class PooledModel:
         self.step = step
         kept = kept_by_layers(model, context=context)
         self.rotations = Rotations(model, context=context)
-        """That all requests have."""
+        """Rotations that all requests use."""
         self.plan = CachePlan(
             [one for layer in kept for one in layer.handlers],
             block_tokens=block_tokens,
@@ -165,7 +173,7 @@ class PooledModel:
         context: int,
         overrides: Mapping[str, Any] | None,
     ) -> None:
-        """Open the device cache, and find the model's layers in it."""
+        """Open the device cache, and make the views of the model's layers in it."""
         model = self.model
 
         def forward(memory: PlanMemory) -> int:
@@ -198,15 +206,15 @@ class PooledModel:
             raise
 
     def updated(self) -> None:
-        """Have the model's weights looked at before anything else is served or computed.
+        """Check the model's weights before anything else is served or computed.
 
         Only needed after writes that leave no trace, such as those to ``parameter.data`` when an
-        adapter is merged. All others are seen: see ``Watched``.
+        adapter is merged. Other changes are detected: see ``Watched``.
         """
         self._weights.doubt()
 
     def _follow(self) -> bool:
-        """Name blocks by the weights that the model has now; returns whether they were others."""
+        """Name blocks by the model's current weights; return whether these have changed."""
         if not self._weights.look() or self._weights.mark == self._mark:
             return False
         self._mark = self._weights.mark
@@ -214,7 +222,7 @@ class PooledModel:
         return True
 
     def prepare(self, request: Request) -> bool:
-        """Whether the request can run; makes the copies that it is waiting for."""
+        """Make the copies that a request is waiting for; return whether it can run."""
         if request.copies and not request.arriving:
             for group, (source, target, tokens, _) in request.copies:
                 state = self.requests.groups[group].kind == "state"
@@ -222,13 +230,13 @@ class PooledModel:
                     if state:
                         view[target] = view[source]
                     else:
-                        axis = view.dim() - 3  # tokens, heads, and what each of these has
+                        axis = view.dim() - 3  # the last dimensions are tokens, heads, size
                         copy_tokens(view, source=source, target=target, tokens=tokens, axis=axis)
             self.requests.copied(request)
         return request.ready
 
     def ahead(self, request: Request) -> int:
-        """How many of its tokens the next ``run`` computes."""
+        """Return how many of its tokens the next ``run`` computes."""
         return self._ahead(request.computed, len(request.tokens))
 
     def _ahead(self, computed: int, count: int) -> int:
@@ -242,27 +250,27 @@ class PooledModel:
         return left
 
     def room(self, request: Request) -> int:
-        """For how many of its tokens it has slots."""
+        """Return how many tokens its slots can hold, in the group with the fewest."""
         sizes = (group.block_tokens for group in self.requests.groups)
         return min(len(one) * size for one, size in zip(request.tables, sizes, strict=True))
 
     def run(
         self, batch: Sequence[Request], drafts: Sequence[int] = ()
     ) -> list[torch.Tensor | None]:
-        """Compute the next tokens of prepared requests, which have slots for them.
+        """Compute the next tokens of prepared requests, which must have slots for them.
 
-        ``drafts`` says of each request how many of its last tokens are drafts: ``accept`` is
-        told how many of them were right. None by default.
+        ``drafts`` is the number of draft tokens at the end of each request, by default 0. Call
+        ``accept`` afterwards with the number of right ones.
 
-        Returns the logits ``[1 + drafts, vocabulary]`` of each request's last tokens, None where
-        a part of its prompt is left. If the model's weights are others than those that computed
-        the requests so far, nothing is computed: they are ``lost``, and the answer is None for all.
+        Returns the logits ``[1 + drafts, vocabulary]`` of each request's last tokens, or None if a
+        part of its prompt is left. If the model's weights have changed since the requests were
+        computed, nothing is computed: the requests are ``lost``, and the result is None for all.
 
         Raises
         ------
         ConfigError, ValueError
-            There are drafts, and the model keeps states, or one pass does not compute them and
-            the token before them; nothing was computed.
+            There are drafts, but the model keeps states, or one pass cannot compute them together
+            with the token before them. Nothing was computed.
         """
         if self._follow():
             return [None] * len(batch)
@@ -288,13 +296,13 @@ class PooledModel:
         return logits
 
     def accept(self, request: Request, right: int) -> None:
-        """Keep so many drafts that ``run`` computed, and take those behind them back."""
+        """Keep the first ``right`` drafts that ``run`` computed, and remove the others."""
         end = request.computed + right
         self.requests.rewind(request, len(request.tokens) - end)
         self.requests.commit(request, end)
 
     def require_drafts(self) -> None:
-        """Raise ConfigError unless the model's requests may have drafts."""
+        """Raise ConfigError if the model keeps states: its requests cannot have drafts."""
         if self._by_states:
             name = next(one.name for one in self.plan.states)
             hint = "expected keys and values alone: leave the drafts out; beams work"
@@ -302,7 +310,7 @@ class PooledModel:
             raise ConfigError(what, path="drafts", hint=hint)
 
     def _require_verifiable(self, request: Request, new: int, count: int) -> None:
-        """Raise as ``run`` does."""
+        """Raise the errors of ``run`` about drafts."""
         self.require_drafts()
         left = len(request.tokens) - request.computed
         if not 0 < count < left == new:
@@ -312,7 +320,7 @@ class PooledModel:
             raise ValueError(f"{count} drafts: {hint}")
 
     def _timed(self, rows: Sequence[Request], new: int, wanted: int) -> torch.Tensor:
-        """``_forward``; what prompts take is told to whoever chooses how to preempt."""
+        """Run ``_forward``; report the time that prompts take to the choice of preemption."""
         if new == wanted:
             return self._forward(rows, new, wanted)
         clock = self.cache.manager.ladder.clock
@@ -324,14 +332,14 @@ class PooledModel:
         return logits
 
     def _forward(self, rows: Sequence[PassRow], new: int, wanted: int = 1) -> torch.Tensor:
-        """Logits ``[rows, wanted, vocabulary]`` after the last of the next ``new`` tokens."""
+        """Compute ``new`` tokens per row; return the last logits ``[rows, wanted, vocabulary]``."""
         ends = torch.tensor([row.computed + new for row in rows])
         longest = int(ends.max())
         positions = torch.arange(longest) - (longest - ends)[:, None]
         step = self._step(rows, positions, new)
         ids = [list(row.tokens[row.computed : row.computed + new]) for row in rows]
         given: dict[str, Any] = {}
-        if self._attends:  # else nothing tells one position from another
+        if self._attends:  # without attention, positions do not matter
             padded = bool((positions < 0).any())
             mask = (positions >= 0).long().to(self.model.device) if padded else None
             given = {
@@ -355,13 +363,13 @@ class PooledModel:
 
     @property
     def _narrowed(self) -> dict[int, int]:
-        """By layer, the window that it has instead of the model's own; 0 for that."""
+        """Narrower windows by layer; 0 if the layer has the model's own window."""
         kept = [0 if layer.kv is None else layer.kv.narrowed for layer in self._layers]
         return dict(enumerate(kept)) | {at: kept[one] for at, one in self._sources.items()}
 
     def _step(self, rows: Sequence[PassRow], positions: torch.Tensor, new: int) -> PassPlan:
-        """Where the tokens at these positions are, the next ``new`` of each row the last."""
-        held = positions.clamp(min=0)  # padding is a row's own first token: masked, never garbage
+        """Return the plan of a pass over these positions; the last ``new`` of each row are new."""
+        held = positions.clamp(min=0)  # padding reads the row's first token: masked, never garbage
         places: list[TokenPlaces] = []
         tables = zip(*(row.tables for row in rows), strict=True)
         for pool, of_rows in zip(self.plan.pools, tables, strict=True):
@@ -372,7 +380,7 @@ class PooledModel:
         return PassPlan(places, positions.shape[1], new, rows[0].computed > 0)
 
     def _peak_bytes(self, tokens: int) -> int:
-        """What a pass of so many tokens over memory for one sequence takes besides it."""
+        """Return the peak bytes that a pass of this many tokens needs besides the pools' memory."""
         tables = [list(range(-(-tokens // pool.group.block_tokens))) for pool in self.plan.pools]
         device = self.model.device
         torch.cuda.reset_peak_memory_stats(device)
@@ -383,7 +391,7 @@ class PooledModel:
         return peak
 
     def close(self) -> None:
-        """Hand what is cached to the tiers, flush durable ones, close; may be called again."""
+        """Hand cached blocks to the tiers, flush durable ones, and close. May be called again."""
         manager = self.cache.manager
         clock, left_s = manager.ladder.clock, FLUSH_TIMEOUT_S
         if not self._closed:
@@ -402,7 +410,7 @@ class PooledModel:
 
 
 def _free_bytes(model: Any) -> int:
-    """Bytes that are free on a model's device."""
+    """Return the free bytes of a model's device."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
     return free

@@ -1,7 +1,7 @@
-"""Proof that a row of a cache holds certain tokens: the first layer is asked what it makes of them.
+"""Proves that a row of a cache holds certain tokens, by computing the first layer for them.
 
-Keys and values of the first layer depend on a token and its place alone, so they tell rows of other
-tokens, and rows with padding before them, at the price of that layer's projections.
+Keys and values of the first layer depend only on a token and its position. So they reveal other
+tokens, and padding before the tokens, at the cost of that layer's projections.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicCache
 from kvladder.errors import LayoutError
 
 TOLERANCE: Final = 0.1
-"""How far keys and values may be off, as a share of their length: far above what rounding makes of
-the same token, many at once or one at a time, and far below another token's."""
+"""Allowed deviation of keys and values, relative to their norm. It is far above the rounding error
+of the same token, in any batch, and far below the difference to another token."""
 HINT: Final = "expected the tokens of row 0, without padding"
 
 
@@ -27,12 +27,12 @@ class _Answered(Exception):
 
 
 class _Asking(DynamicCache):  # type: ignore[misc]
-    """A cache that ends the pass with what the first layer would keep."""
+    """A cache that ends the pass once the first layer hands over its keys and values."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> NoReturn:
-        """Raise it."""
+        """Raise ``_Answered`` with the keys and values."""
         raise _Answered(key_states, value_states)
 
 

@@ -1,8 +1,8 @@
-"""Rotary embeddings that rotate a token otherwise in a longer text: held still, or refused.
+"""Fixes rotary embeddings that depend on the length of the text, or refuses them.
 
-LongRoPE has one set of factors for texts up to the length of its first training and another for
-longer ones, dynamic NTK one for each length. Keys of the same tokens then differ by how much was
-computed in the same pass, so a block may not be served to a text of another length.
+LongRoPE has one set of factors for texts up to its original training length and another for longer
+texts. Dynamic NTK has different factors for each length. The same tokens then get different keys,
+depending on the length of the pass, so a block must not be served to a text of another length.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -24,14 +24,14 @@ from kvladder.connectors.weights import digest
 from kvladder.errors import LayoutError
 
 FAR: Final = 1 << 22
-"""Tokens: longer than any text that a model is made for."""
+"""Length in tokens that exceeds any text that a model is made for."""
 PROBED: Final = 16
-"""How many positions an embedding is asked about."""
+"""Number of positions that an embedding is tested with."""
 _POSITIONS: Final = "position_ids"
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding of a model, and how its class calls it: once for each kind of layer."""
+    """A rotary embedding of a model, and its calls in a pass: one for each kind of layer."""
 
     name: str
     module: torch.nn.Module
@@ -39,24 +39,24 @@ class Rotary(NamedTuple):
 
 
 class Rotations:
-    """Holds the rotations of a model as they are in a text of ``context`` tokens.
+    """Fixes the rotations of a model to those of a text of ``context`` tokens.
 
     Parameters
     ----------
     model:
-        The model; it is run on one token, and not changed but within ``held``.
+        The model. It is run on one token, and changed only within ``held``.
     context:
         Tokens of the longest text.
 
     Raises
     ------
     LayoutError
-        A rotation depends on the length of the text, and cannot be held.
+        A rotation depends on the length of the text and cannot be fixed.
     """
 
     def __init__(self, model: Any, *, context: int) -> None:
         self.fields: Mapping[str, str] = {}
-        """What names keys with rotations that are held; empty if none has to be."""
+        """Layout fields that identify the fixed rotations; empty if none must be fixed."""
         self._held: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         state = sha256(b"kvladder rotations 1")
         for one in dependent(model):
@@ -72,7 +72,7 @@ class Rotations:
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """Have the model rotate so, for the passes within."""
+        """Use the fixed rotations in passes within this context."""
         before = [vars(module).get("forward") for module, _ in self._held]
         for module, fixed in self._held:
             module.forward = fixed.forward
@@ -99,16 +99,16 @@ def _depends(one: Rotary) -> str:
 
 
 def dependent(model: Any) -> list[Rotary]:
-    """Find the rotary embeddings that rotate a token otherwise in a longer text.
+    """Return the rotary embeddings that rotate the same token differently in a longer text.
 
-    Each is asked about the same positions twice, the second time with a far one behind them.
-    Embeddings with tables that end are asked by ``Rotations`` alone, if at all.
+    Each is called for the same positions with and without a far position behind them. An embedding
+    with a table that is too short for that counts as independent here.
     """
     return [one for one in _embeddings(model) if not _alike(_aside(one.module), one.calls, FAR)]
 
 
 def _embeddings(model: Any) -> list[Rotary]:
-    """Find the modules without weights that a pass gives positions to."""
+    """Return the modules without parameters that receive positions in a pass, with their calls."""
     found: dict[int, Rotary] = {}
 
     def note(module: torch.nn.Module, given: Any, named: Any) -> None:
@@ -128,30 +128,30 @@ def _embeddings(model: Any) -> list[Rotary]:
 
 
 def _aside(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module to the CPU, where a position that is not in its table is no disaster."""
+    """Return a copy on the CPU: there a position outside a table only raises an error."""
     return deepcopy(module).cpu()
 
 
 def _fixed(one: Rotary, context: int) -> torch.nn.Module:
-    """Copy an embedding as it is in a text of ``context`` tokens; transformers' own stays so."""
+    """Return a copy of an embedding that keeps the rotation of a text of ``context`` tokens."""
     fixed = deepcopy(one.module)
     for call in one.calls:
         _ask(fixed, call, [context - 1])
     kind: Any = getattr(fixed, "rope_type", None)
-    if kind is not None:  # by which transformers finds out whether to compute it anew
+    if kind is not None:  # transformers recomputes the factors only for certain types
         held = dict.fromkeys(kind, "held") if isinstance(kind, Mapping) else "held"
         vars(fixed)["rope_type"] = held
     return fixed
 
 
 def _alike(module: torch.nn.Module, calls: Sequence[BoundArguments], context: int) -> bool:
-    """Whether the first positions are rotated alike, with the last of ``context`` and without."""
+    """Return whether position ``context - 1`` leaves the rotation of the first positions alike."""
     near = range(min(PROBED, context))
     far = [*near[:-1], context - 1]
     for call in calls:
         try:
             answers = [_ask(module, call, asked) for asked in (near, far, near)]
-        except (IndexError, RuntimeError):  # its table is shorter: nothing beyond is ever asked
+        except (IndexError, RuntimeError):  # its table is shorter, so texts are never that long
             continue
         for parts in zip(*answers, strict=True):
             first, *others = (part[..., : len(near) - 1, :] for part in parts)
@@ -164,7 +164,7 @@ def _alike(module: torch.nn.Module, calls: Sequence[BoundArguments], context: in
 def _ask(
     module: torch.nn.Module, call: BoundArguments, positions: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Call an embedding as its model did, with other positions; returns what it says of each."""
+    """Call an embedding as its model did, but with these positions; return its outputs."""
     device = next((one.device for one in module.buffers()), torch.device("cpu"))
     given = BoundArguments(call.signature, call.arguments.copy())
     for name, value in given.arguments.items():

@@ -1,8 +1,8 @@
-"""Windows of attention that settings give to single layers of a model, narrower than its own."""
+"""Attention windows of single layers that settings make narrower than the model's own."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false
-# Transformers says a part of its types only.
+# Transformers declares only some of its types.
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvladder.connectors.transformers.layers import cache_after
 from kvladder.errors import ConfigError
 
 NAME: Final = "kvladder-windows"
-"""The attention, as Transformers calls it during a pass."""
+"""Name of our attention in Transformers during a pass."""
 LOOKING: Final = "kvladder-sources"
-"""The same while it is found out which layer reads whose keys."""
+"""Name of our attention while ``sources`` learns which layer reads which layer's keys."""
 USUAL: Final = "sdpa"
 _windows: ContextVar[Mapping[int, int]] = ContextVar("windows")
-"""By layer, how many tokens it sees; 0 for as many as the model says."""
+"""Tokens that each layer sees; 0 for the model's own window."""
 _looking: ContextVar[_Given] = ContextVar("looking")
 
 
 class _Given(DynamicCache):  # type: ignore[misc]
-    """A cache that knows which layer's keys are where, and who read them."""
+    """A cache that records where each layer's keys are, and which layers read them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.places: dict[int, int] = {}
-        """By address, the layer that keeps the keys there."""
+        """Layer that keeps the keys at each address."""
         self.readers: dict[int, int | None] = {}
-        """By layer, the one whose keys it read; None if no layer keeps those as they are."""
+        """Layer that keeps the keys that each layer read; None if no layer keeps exactly these."""
 
     def update(
         self,
@@ -48,20 +48,20 @@ class _Given(DynamicCache):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep a layer's new tokens and give all that it sees."""
+        """Add a layer's new tokens; return the keys and values that it sees; note their address."""
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.places[keys.data_ptr()] = layer_idx
         return keys, values
 
 
 def sources(model: Any) -> dict[int, int]:
-    """Find out which of a model's layers keep no keys of their own, and whose they read.
+    """Return the layers that keep no keys of their own, with the layer that each reads.
 
     Raises
     ------
     ConfigError
-        The windows of single layers cannot be narrowed: attention is not by ``sdpa``, or a layer
-        reads keys that cannot be told to be another's.
+        Windows cannot be narrowed: the model's attention is not ``sdpa``, or a layer reads keys of
+        an unknown layer.
     """
     said = model.config._attn_implementation
     if said != USUAL:
@@ -96,7 +96,7 @@ def _attention_by(model: Any, name: str) -> Generator[None]:
 
 @contextmanager
 def narrowed(model: Any, windows: Mapping[int, int]) -> Generator[None]:
-    """Have the layers of a model see no more than this, for the passes within."""
+    """Narrow the windows of a model's layers in passes within this context."""
     token = _windows.set(windows)
     try:
         with _attention_by(model, NAME):
@@ -106,7 +106,7 @@ def narrowed(model: Any, windows: Mapping[int, int]) -> Generator[None]:
 
 
 def _seen(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """``sdpa``; takes note of whose keys it was given."""
+    """Run ``sdpa``, and record which layer's keys it was given."""
     cache = _looking.get()
     cache.readers[module.layer_idx] = cache.places.get(key.data_ptr())
     return sdpa_attention_forward(module, query, key, *args, **options)
@@ -120,7 +120,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> Any:
-    """``sdpa``, over the newest keys alone: those that the cache has for the layer."""
+    """Run ``sdpa`` over only the newest keys, those within the layer's narrowed window."""
     window = _windows.get()[module.layer_idx]
     if window:
         new, seen = query.shape[2], key.shape[2]
@@ -128,7 +128,7 @@ def _attention(
         own = tokens[-new:, None]
         near = (tokens <= own) & (tokens > own - window)
         near = near[None, None]
-        if attention_mask is not None:  # made for what the model itself says
+        if attention_mask is not None:  # its width is that of the model's own window
             near = attention_mask[..., -seen:] & near
         attention_mask = near.expand(len(query), -1, -1, -1)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVLadderScheduler":  # not before it is asked for: it imports TensorRT-LLM
+    if name == "KVLadderScheduler":  # imported on demand: it imports TensorRT-LLM
         from kvladder.connectors.trtllm.scheduler import KVLadderScheduler
 
         return KVLadderScheduler

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM has for connectors to inherit from; stand-ins where it is not installed."""
+"""TensorRT-LLM's base classes for connectors; stand-ins where it is not installed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ MODULES: Final = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 )
-"""Where the classes are: in its main branch of 2026, and in its releases 1.x."""
+"""Modules of the classes: in its main branch of 2026, and in its releases 1.x."""
 
 
 class _Scheduler:
-    """As ``KvCacheConnectorScheduler``, whose other methods are abstract."""
+    """Stands in for ``KvCacheConnectorScheduler``, which otherwise has only abstract methods."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
 
 
 class _Worker:
-    """As ``KvCacheConnectorWorker``, whose other methods are abstract."""
+    """Stands in for ``KvCacheConnectorWorker``, which otherwise has only abstract methods."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -55,7 +55,7 @@ SchedulerBase, WorkerBase = _found()
 
 
 def rank() -> int:
-    """Which of the engine's processes this is."""
+    """Return this process's rank in the engine; 0 without TensorRT-LLM."""
     try:
         utils: Any = import_module("tensorrt_llm._utils")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The cache of one engine, open: what rank 0's process owns."""
+"""The open cache of one engine, which rank 0's process owns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger("kvladder")
 
 
 class Cache:
-    """Opened by rank 0's worker, used by its scheduler; both on the executor's thread.
+    """Rank 0's worker opens it and its scheduler uses it, both on the executor's thread.
 
     Raises
     ------
     ConfigError
-        It cannot be had; says where, what and what instead.
+        The cache cannot be opened; says where, what and what instead.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Cache:
         self.connector = StepConnector(self.manager, ranks=ranks)
         self.keys = KeyScheme(self.manager.namespace, block_tokens=tokens)
         self.tokens = tokens
-        """Of a block."""
+        """Tokens per block."""
         self._halves = halves
         self._rank_bytes = pages.block_bytes
         self._ranks = Ranks(ranks - 1, rank_fields(pages), notices)
@@ -54,21 +54,21 @@ class Cache:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks can copy."""
+        """True if all ranks can copy."""
         return self._ranks.complete
 
     @property
     def meeting(self) -> Meeting:
-        """What the ranks need to come."""
+        """Data that the other ranks need to join."""
         arena, ranks = self.manager.arena.handle, self._ranks
         return Meeting(ranks.address, arena, self._rank_bytes, ranks.secret)
 
     def settle(self) -> None:
-        """Take in which copies have ended, on all ranks."""
+        """Process the copies that have ended on all ranks."""
         self.connector.report([*taken(self._halves.ended), *self._ranks.ended()])
 
     def close(self) -> None:
-        """End everything; the worker of this process was closed before. May be called again."""
+        """Close the cache. This process's worker must be closed before. May be called again."""
         self._ranks.close()
         self.settle()
         self.connector.close()

@@ -1,4 +1,4 @@
-"""What tells one engine's blocks from another's, and what a block consists of."""
+"""The identity and the layout of an engine's blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "num_postprocess_workers": "how answers become text",
     "garbage_collection_gen0_threshold": "when Python collects garbage",
 }
-"""Arguments of the engine that name no blocks, and why; all others do."""
+"""Arguments of the engine that do not name blocks, with reasons; all others do."""
 
 SWITCHES: Final = (
     "DISABLE_LAMPORT_REDUCE_NORM_FUSION",
@@ -56,7 +56,7 @@ SWITCHES: Final = (
     "OVERRIDE_QUANT_ALGO",
     "TRITON_MOE_MXFP4_NUM_WARPS",
 )
-"""Environment variables of TensorRT-LLM that change numbers and that its prefixes do not tell."""
+"""Environment variables of TensorRT-LLM that change results but have none of its prefixes."""
 PREFIXES: Final = ("TRTLLM_", "TLLM_", "TRT_LLM_", "FLA_")
 SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = {
     "TRTLLM_KVLADDER*": "it says how this connector works",
@@ -71,30 +71,30 @@ SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = {
     "*_PATH": "where something is written",
     "*_DISABLE_GC": "when Python collects garbage",
 }
-"""Those that begin so and name no blocks, and why; all others do."""
+"""Variables with these prefixes that do not name blocks, with reasons; all others do."""
 
 LIBRARIES: Final = ("tensorrt_llm", "tensorrt", "torch", "transformers", "flashinfer-python")
 
 
 def pages_of(tensors: Mapping[str, torch.Tensor]) -> BlockPages:
-    """The pages of a rank's blocks.
+    """Return the pages of a rank's blocks.
 
     Raises
     ------
     LayoutError
-        A block's bytes are not one run in each of the tensors.
+        A block's bytes are not contiguous in each of the tensors.
     """
     blocks = min((tensor.shape[0] for tensor in tensors.values()), default=0)
     return BlockPages.of(tensors, blocks=blocks)
 
 
 def regions_of(layout: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the second version of TensorRT-LLM's KV cache manager.
+    """Return the tensors of the second version of TensorRT-LLM's KV cache manager.
 
     Raises
     ------
     LayoutError
-        It has blocks of several kinds.
+        The manager has blocks of several kinds, or of windows.
     """
     groups = list(layout.groups)
     if len(groups) != 1 or groups[0].window_size is not None:
@@ -105,7 +105,7 @@ def regions_of(layout: Any) -> dict[str, torch.Tensor]:
 
 
 def rank_fields(pages: BlockPages) -> dict[str, str]:
-    """What of a rank's tensors must agree before bytes may be shared."""
+    """Return what must agree among ranks' tensors before they may share bytes."""
     return {
         "kv.pages": pages.describe(),
         "kv.shapes": ",".join(sorted(pages.shapes)),
@@ -116,12 +116,12 @@ def rank_fields(pages: BlockPages) -> dict[str, str]:
 def layout_of(
     llm_args: Any, pages: BlockPages, *, tokens: int, ranks: int, fingerprint: str
 ) -> Layout:
-    """The layout of a slot: the parts of all ranks, of equal length, one after the other.
+    """Return the layout of a slot: the parts of all ranks, of equal length, one after the other.
 
     Raises
     ------
     ConfigError
-        The model's weights are not on this machine, and nothing stands for them.
+        The model's weights are not on this machine, and no fingerprint stands for them.
     """
     revision = getattr(llm_args, "revision", None)
     folder = model_folder(llm_args.model, revision=revision)
@@ -143,7 +143,7 @@ def layout_of(
 
 
 def switches() -> dict[str, str]:
-    """Environment variables that are set and that name blocks."""
+    """Return the environment variables that are set and that name blocks."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -156,7 +156,7 @@ def switches() -> dict[str, str]:
 
 
 def arguments(llm_args: Any) -> dict[str, str]:
-    """Every argument that the engine was given and that names blocks, as text."""
+    """Return the engine's arguments that name blocks, as text."""
     given = _fields(llm_args)
     given |= prefixed("kv_cache_config", _fields(given.get("kv_cache_config")))
     return {
@@ -171,7 +171,13 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def ranks_of(llm_args: Any) -> int:
-    """How many processes compute each step together."""
+    """Return how many processes compute each step together.
+
+    Raises
+    ------
+    ConfigError
+        They run on several nodes.
+    """
     ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
     nodes = ranks / int(getattr(llm_args, "gpus_per_node", None) or ranks)
     if nodes > 1:

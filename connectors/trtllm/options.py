@@ -1,6 +1,6 @@
-"""What the connector is told: TensorRT-LLM has no options for it, so the environment says it.
+"""The connector's options, read from the environment: TensorRT-LLM has no place for them.
 
-Only variables whose names begin with ``TRTLLM`` or ``TLLM`` reach the ranks that it starts.
+Its ranks receive only variables with names that begin with ``TRTLLM`` or ``TLLM``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ PATIENCE: Final = "TRTLLM_KVLADDER_PATIENCE"
 
 
 class TrtllmOptions(Settings, frozen=True, kw_only=True):
-    """What the connector does beside what its stack says."""
+    """Options of the connector besides those of its stack."""
 
     config: str
     """Path of the stack's YAML file."""
     patience_s: float = 0.05
-    """How long the executor's loop may wait for one request's blocks that are not in host."""
+    """Seconds that the executor's loop may wait for a request's blocks from levels below host."""
 
 
 def read(environment: Mapping[str, str]) -> tuple[TrtllmOptions, StackConfig]:
-    """The options and the stack.
+    """Return the options and the stack's settings.
 
     Raises
     ------
     ConfigError
-        The stack is not named, or is wrong, or the patience is no duration.
+        No stack is named, its settings are wrong, or the patience is not a duration.
     """
     path = environment.get(STACK, "")
     if not path:
@@ -49,12 +49,12 @@ def read(environment: Mapping[str, str]) -> tuple[TrtllmOptions, StackConfig]:
 
 
 def check_engine(llm_args: Any) -> None:
-    """Refuse an engine whose blocks the connector would not understand.
+    """Refuse an engine with blocks that the connector does not support.
 
     Raises
     ------
     ConfigError
-        Says which of its arguments, and what instead.
+        An argument is not supported; says which one, and what to use instead.
     """
     kv = getattr(llm_args, "kv_cache_config", None)
     refused = {

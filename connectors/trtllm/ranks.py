@@ -1,9 +1,10 @@
-"""How the ranks of one engine meet: over a socket of the process that owns the cache.
+"""The connection of an engine's ranks to rank 0's process, which owns the cache, over a socket.
 
-TensorRT-LLM carries metadata from rank 0 to the others, and back only which requests are over.
-Whether a block may be named is decided by the copies of all ranks, so they tell it here.
-Messages are MessagePack: what a stranger sends is refused, and never run. A stranger may be root in
-another container, where containers share a network, since they then share these sockets' names.
+TensorRT-LLM sends metadata from rank 0 to the others, but only the ids of finished requests back.
+A block may be published only when the copies of all ranks have ended, so the ranks report them
+here. Messages are MessagePack, so a stranger's message may be refused but is never executed.
+Containers that share a network also share the names of these sockets: a stranger may be root in
+another container.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvladder.gpu.copy.copier import Finished
 from kvladder.notices import Notices
 
 MESSAGE_MAX: Final = 16 << 20
-"""Bytes of one message: some hundred thousand jobs that ended."""
+"""Largest message in bytes: enough for some hundred thousand ended jobs."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _hello: Final = msgspec.msgpack.Decoder(RankHello).decode
@@ -32,14 +33,16 @@ _ended: Final = msgspec.msgpack.Decoder(list[Finished]).decode
 
 
 class Ranks:
-    """The other ranks, as rank 0 knows them. Their threads end with their processes, or ``close``.
+    """The other ranks, as rank 0 knows them.
+
+    Each rank is served by a thread, which ends with the rank's process or with ``close``.
 
     Parameters
     ----------
     others:
-        How many there are.
+        Number of other ranks.
     fields:
-        What each of them has to say of its tensors.
+        Description of tensors that each rank's own must equal.
     """
 
     def __init__(self, others: int, fields: Mapping[str, str], notices: Notices) -> None:
@@ -49,9 +52,9 @@ class Ranks:
         self._here: set[int] = set()
         self._ended: deque[Finished] = deque()
         self.address = abstract(os.urandom(16).hex())
-        """Where they come."""
+        """Address of the socket."""
         self.secret = os.urandom(16)
-        """What they show there."""
+        """Secret that a rank must send first."""
         self._lines: LocalListener | None = None
         if others:
             self._lines = LocalListener(self.address, self._say)
@@ -62,11 +65,11 @@ class Ranks:
 
     @property
     def complete(self) -> bool:
-        """Whether all are here, and have the tensors that they should have."""
+        """True if all ranks are connected, with the tensors that they should have."""
         return len(self._here) == self._others
 
     def ended(self) -> list[Finished]:
-        """What ended on them since the last call."""
+        """Return the copies that ended on the other ranks since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def _hear(self, connection: Connection) -> None:
@@ -86,10 +89,10 @@ class Ranks:
         except msgspec.MsgspecError as error:
             self._say(f"rank {rank} sent what is no message, nothing more is cached: {error}")
         finally:
-            self._here.discard(rank)  # and with it the engine, in a moment
+            self._here.discard(rank)  # an engine that loses a rank ends soon after
 
     def _admits(self, hello: RankHello) -> bool:
-        """Return whether this is a rank of this engine that may copy; say why if it may not."""
+        """Return whether this is a rank of this engine that may copy; report why if not."""
         rank = hello.rank
         if not hmac.compare_digest(hello.secret, self.secret):
             self._say("a process that does not know this engine's secret was turned away")
@@ -106,13 +109,13 @@ class Ranks:
         return not wrong
 
     def close(self) -> None:
-        """Hear nobody any more; may be called again."""
+        """Disconnect all ranks. May be called again."""
         if self._lines is not None:
             self._lines.close()
 
 
 class Rank:
-    """One of the others, as itself. Belongs to the thread that copies."""
+    """The connection of another rank to rank 0. Belongs to the thread that copies."""
 
     def __init__(self, meeting: Meeting, rank: int, fields: Mapping[str, str]) -> None:
         self._connection = connect(meeting.address)
@@ -120,7 +123,7 @@ class Rank:
         self._connection.send_bytes(_encode(hello))
 
     def tell(self, ended: Sequence[Finished]) -> None:
-        """These copies are over here."""
+        """Report copies that have ended on this rank."""
         with suppress(OSError):  # rank 0 is gone, and the engine with it
             self._connection.send_bytes(_encode(list(ended)))
 

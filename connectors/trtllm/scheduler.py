@@ -1,4 +1,4 @@
-"""The scheduler's half: decides what is loaded and saved, in rank 0's process."""
+"""The scheduler half: decides what is loaded and saved, in rank 0's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.runtime import SystemClock
 
 NO_PAGE: Final = -1
-"""In a list of blocks: nothing is there."""
+"""Entry of a list of blocks that stands for no block."""
 CONTENTS: Final = (
     "multimodal_hashes",
     "multimodal_embedding",
@@ -29,62 +29,62 @@ CONTENTS: Final = (
     "py_multimodal_data",
     "lora_task_id",
 )
-"""What a request has beside its tokens, which do not tell its blocks apart then.
+"""Attributes with which a request has more than tokens, so tokens do not identify its blocks.
 
-Of a LoRA adapter only the number is told that the client chose. The client may give that number to
-other weights, and nothing here would notice.
+For a LoRA adapter, TensorRT-LLM tells only the number that the client chose. The client may reuse
+that number for other weights, and nothing here would notice.
 """
 START_S: Final = 600.0
-"""How long the KV cache's memory may take to be there."""
+"""Seconds to wait for the KV cache's memory."""
 
 
 @dataclass(slots=True)
 class TrtllmRequest:
-    """What is known of a request that is not over."""
+    """State of a request that has not ended."""
 
     salt: str
     root: BlockKey
     tokens: list[int]
     prompt: int
-    """How many of them it came with."""
+    """Number of tokens of its prompt."""
     keys: list[BlockKey] = field(default_factory=list[BlockKey])
-    """Of whole blocks."""
+    """Keys of its whole blocks, as far as computed."""
     blocks: list[int] = field(default_factory=list[int])
-    """In TensorRT-LLM's pool, in the order of the tokens."""
+    """Blocks of TensorRT-LLM's pool, in the order of the tokens."""
     priorities: list[int] = field(default_factory=list[int])
-    """Of these blocks, if it says so."""
+    """Priorities of these blocks, if TensorRT-LLM gives them."""
     match: Fetch | None = None
-    """What was promised and is not being copied yet."""
+    """Fetch of the promised blocks, until they are being copied."""
     first: int = 0
-    """Of its blocks, the first that is wanted."""
+    """Index within ``match`` of the first block that is wanted."""
     promised: range = range(0)
-    """The blocks that come from us."""
+    """Positions of the blocks that come from us."""
     taken: int | None = None
-    """Tokens of them that TensorRT-LLM counts as computed, if it says so."""
+    """Promised tokens that TensorRT-LLM counts as computed, if it says so."""
     saved: int = 0
-    """Blocks that were offered."""
+    """Number of leading blocks already offered for saving."""
     floor: int = PRIORITY_MAX
     told: bool = False
-    """Whether a step had it."""
+    """True once a step has included it."""
     apart: bool = False
-    """Whether its blocks have no names that could be relied on."""
+    """True if its tokens are uncertain, so its blocks cannot be named and are not saved."""
 
 
 class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
-    """The class that TensorRT-LLM makes on rank 0; its executor's thread calls it.
+    """The class that TensorRT-LLM creates on rank 0; its executor's thread calls it.
 
-    A promise cannot be taken back, and a block that then did not come would be wrong tokens: so
-    what is promised lies in the arena, checked and pinned.
+    A promise cannot be taken back, and a promised block that did not arrive would cause wrong
+    tokens. So every promised block already lies in the arena, checked and pinned.
 
     Parameters
     ----------
     llm_args:
-        What the engine was started with.
+        Arguments of the engine.
 
     Raises
     ------
     ConfigError
-        The stack is not named or wrong, or the engine is one that kvladder cannot serve.
+        No stack is named, its settings are wrong, or kvladder does not support the engine.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -95,7 +95,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._notices = Notices(SystemClock().now)
         self._requests: dict[int, TrtllmRequest] = {}
         self._saving: dict[JobId, int] = {}
-        """By copy, whose blocks it reads."""
+        """Request that each saving copy belongs to."""
 
     @property
     def _cache(self) -> Cache:
@@ -106,12 +106,12 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         if not self._halves.ready.wait(START_S):
             raise TimeoutError(f"no KV cache's memory after {START_S} s")
 
-    # ---- a request's way
+    # ---- the start of a request
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many tokens after those that it has can be loaded in the next step."""
+        """Return how many tokens behind the computed ones can be loaded in the next step."""
         try:
             return self._promise(request, num_computed_tokens), False
         except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
@@ -139,7 +139,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         wanted = self._named(state, usable)[first:]
         match = cache.manager.fetch(wanted, deadline_s=self._options.patience_s, salt=salt)
         match.wait()
-        if match.blocks < len(wanted):  # the rest is there for the next one with this prefix
+        if match.blocks < len(wanted):  # bring the rest up for later requests with this prefix
             cache.connector.rising.add([cache.manager.fetch(wanted[match.blocks :], salt=salt)])
         if not match.blocks:
             match.release()
@@ -149,7 +149,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return match.blocks * cache.tokens
 
     def _named(self, state: TrtllmRequest, blocks: int) -> list[BlockKey]:
-        """The names of a request's first blocks, as many as there are tokens for."""
+        """Return the keys of a request's first blocks; compute those that are not known yet."""
         known, size = len(state.keys), self._cache.tokens
         if known < blocks:
             parent = state.keys[-1] if known else state.root
@@ -159,22 +159,22 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return state.keys[:blocks]
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """How much of what was promised is taken: there may be blocks for less.
+        """Note how many promised tokens are taken: there may be blocks for fewer.
 
-        The blocks of a step are told with the step; these may be the first of them only.
+        ``block_ids`` is ignored: it may lack some blocks, and each step names its own.
         """
         state = self._requests.get(request.request_id)
         if state is not None:
             state.taken = getattr(request, "py_num_connector_matched_tokens", None)
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
-        """The same, of one group."""
+        """Do as ``update_state_after_alloc``; there is one group."""
         self.update_state_after_alloc(request, [])
 
     # ---- a step
 
     def build_connector_meta(self, scheduler_output: Any) -> TrtllmStep:
-        """What the workers have to do in the step that was just scheduled."""
+        """Return the workers' part of the step that was just scheduled."""
         cache = self._cache
         cache.settle()
         step = TrtllmStep()
@@ -192,7 +192,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return step
 
     def _advance(self, data: Any, *, new: bool) -> None:
-        """Load what was promised to a request, and save what the step completes."""
+        """Begin to load a request's promised blocks, and to save blocks that the step completes."""
         state = self._requests.get(data.request_id)
         if state is None:
             return
@@ -202,10 +202,10 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         end = data.computed_position + data.num_scheduled_tokens
         if not state.told:
             state.told, state.apart = True, tokens != state.tokens
-            end += self._load(state)  # its position leaves them out
+            end += self._load(state)  # ``computed_position`` does not count these tokens
         else:
             state.tokens += tokens
-        # Tokens that do not end where the step does are not those that it computes.
+        # If the known tokens do not end where the step does, they are not those it computes.
         if len(state.tokens) != max(state.prompt, end):
             state.apart = True
             what = f"{len(state.tokens)} tokens were told, the step ends at {end}"
@@ -217,10 +217,11 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
                 self._notices.say("save", f"a request is not saved: {error!r}")
 
     def _load(self, state: TrtllmRequest) -> int:
-        """Load what was promised; returns how many tokens of it are counted as computed.
+        """Load the promised blocks; return how many of their tokens count as computed.
 
-        Whatever there are blocks for is loaded: where fewer are counted, the others are computed
-        over it. Raises ValueError rather than let blocks be read that are counted and not there.
+        All promised blocks that have a place are loaded. If fewer tokens are counted, the engine
+        computes the others again over them. Raises ValueError if a counted block has no place: the
+        engine would read a block that was never loaded.
         """
         size = self._cache.tokens
         whole = len(state.promised) * size
@@ -241,7 +242,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return taken
 
     def _save(self, request_id: int, state: TrtllmRequest, full: int) -> None:
-        """Begin to save the blocks that are full once the step has ended."""
+        """Begin to save the blocks that are full when the step ends."""
         full = min(full, len(state.blocks), len(state.tokens) // self._cache.tokens)
         begin = state.saved
         if full <= begin:
@@ -268,7 +269,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
     # ---- the end of a request
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Whether blocks of it are being saved, and are to be kept until the workers say so."""
+        """Return whether its blocks are being saved; the workers then say when to free them."""
         cache = self._cache
         cache.settle()
         self._forget(request.request_id)
@@ -277,13 +278,13 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return request.request_id in self._saving.values()
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids: Any) -> bool:
-        """The same, of one group."""
+        """Do as ``request_finished``; there is one group."""
         return self.request_finished(request, [])
 
     def request_reset(self, request: Any) -> None:
-        """A request begins anew, in other blocks: it will be asked for again.
+        """Forget a request that starts again in other blocks; TensorRT-LLM will ask for it again.
 
-        Others may fill those that it had before what is being saved of them is copied.
+        Other requests may overwrite its blocks while they are being saved, so these saves are void.
         """
         self._forget(request.request_id)
         self._cache.settle()
@@ -292,9 +293,9 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
                 one.ok = False
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """An end of what was promised is not wanted, or all of it: tokens ``start <= n < end``.
+        """Cancel promised tokens ``start <= n < end``: a part at either end, or all of them.
 
-        The others are counted as computed, so each block that has any of them is loaded.
+        The other tokens count as computed, so each block that has any of them is still loaded.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.match is None:
@@ -318,12 +319,12 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
 
 
 def _is_there(value: Any) -> bool:
-    """Whether an attribute says something; a tensor that is there does."""
+    """Return whether an attribute has a value that is not empty; any tensor of a size counts."""
     return value is not None and (not isinstance(value, Sized) or len(value) > 0)
 
 
 def _said(priorities: Sequence[int], begin: int, end: int) -> list[tuple[int, float | None]] | None:
-    """What blocks are worth, for good; those after the last one that was said get the default."""
+    """Return the blocks' priorities without expiry; blocks without a given one get the default."""
     if not priorities:
         return None
     return [

@@ -1,4 +1,4 @@
-"""What the halves of the connector tell each other; plain data, which TensorRT-LLM pickles."""
+"""Messages between the halves of the connector: plain data, which TensorRT-LLM pickles."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How another rank maps the arena, and reaches the process that owns it."""
+    """Data with which another rank maps the arena and reaches the process that owns it."""
 
     address: str
-    """Of a Unix socket."""
+    """Address of a Unix socket."""
     arena: ArenaHandle
     rank_bytes: int
-    """Of a block on each rank; rank ``n``'s begin ``n`` times as far into a slot."""
+    """Bytes of a block on each rank; rank ``n``'s part begins at ``n * rank_bytes`` of a slot."""
     secret: bytes
-    """What a rank shows, since the name of the socket is no secret on its machine."""
+    """Secret that a rank sends, since other processes can see the socket's name."""
 
 
 @dataclass
 class TrtllmStep:
-    """What the workers have to do in one step of the engine."""
+    """Work for the workers in one step of the engine."""
 
     meeting: Meeting | None = None
-    """Given until all ranks have come, and before any job."""
+    """Set until all ranks are connected; no step has jobs before that."""
     loads: list[CopyJob] = field(default_factory=list[CopyJob])
-    """What the step's forward pass reads."""
+    """Copies that the step's forward pass depends on."""
     saves: list[tuple[int, CopyJob]] = field(default_factory=list[tuple[int, CopyJob]])
-    """Requests and what to begin for them after the forward pass."""
+    """Copies to begin after the forward pass, with the id of their request."""
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """A rank has mapped the arena."""
+    """First message of a rank, once it has mapped the arena."""
 
     rank: int
     secret: bytes
-    """That of the meeting."""
+    """Secret of the ``Meeting``."""
     fields: dict[str, str]
-    """What must agree among the ranks."""
+    """Description of the rank's tensors, which must agree among the ranks."""
 
 
 class Halves:
-    """What the scheduler's and the worker's half in one process have in common.
+    """State that the scheduler half and the worker half in one process share.
 
-    TensorRT-LLM makes them at the same time, in two threads, and neither hears of the other.
+    TensorRT-LLM creates both at the same time, in two threads, and tells neither of the other.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -63,23 +63,23 @@ class Halves:
         """Set once the worker has the KV cache's memory, and the cache is open."""
         self.cache: Cache | None = None
         self.ended: deque[Finished] = deque()
-        """What ended on this process's worker."""
+        """Copies that ended on this process's worker."""
 
 
 _HALVES: dict[int, Halves] = {}
 
 
 def halves_of(llm_args: Any) -> Halves:
-    """Those that were given the same arguments; any thread may ask."""
+    """Return the shared state of the halves with these arguments. Any thread may call it."""
     return _HALVES.setdefault(id(llm_args), Halves(llm_args))  # which keeps its arguments alive
 
 
 def part(halves: Halves) -> None:
-    """They are closed: whoever is given arguments at the same address is not one of them."""
+    """Forget closed halves: later arguments may have the same address."""
     if _HALVES.get(id(halves.llm_args)) is halves:
         del _HALVES[id(halves.llm_args)]
 
 
 def taken(queue: deque[Finished]) -> Sequence[Finished]:
-    """What is in it, taken out."""
+    """Remove and return all that is in a queue; other threads may append meanwhile."""
     return [queue.popleft() for _ in range(len(queue))]

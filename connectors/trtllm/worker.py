@@ -1,4 +1,4 @@
-"""The worker's half: takes the KV cache's memory, and copies what it is told to."""
+"""The worker half: takes the KV cache's memory, and copies as the scheduler half decides."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvladder.runtime import SystemClock
 
 
 class KVLadderWorker(WorkerBase):  # type: ignore[misc]
-    """The class that TensorRT-LLM makes on every rank; its executor's thread calls it.
+    """The class that TensorRT-LLM creates on every rank; its executor's thread calls it.
 
-    Rank 0's opens the cache when it has the KV cache's memory; the others map the arena when the
-    first step tells them of it.
+    Rank 0's worker opens the cache when it receives the KV cache's memory. The others map the arena
+    when a step tells them where it is.
 
     Raises
     ------
     ConfigError
-        The stack is not named or wrong, or the engine is one that kvladder cannot serve.
+        No stack is named, its settings are wrong, or kvladder does not support the engine.
     """
 
     def __init__(self, llm_args: Any) -> None:
@@ -51,27 +51,27 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
         self._loading: set[JobId] = set()
         self._saving: dict[JobId, int] = {}
         self._finished: set[int] = set()
-        """Requests that are over, and whose blocks are kept for us."""
+        """Finished requests; TensorRT-LLM still keeps their blocks for our copies."""
         self._broken: list[str] = []
-        """Why loads failed."""
+        """Reasons why loads failed."""
 
     # ---- at start
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        """Take the memory: one tensor ``[blocks, layers, 2, elements]``.
+        """Take the KV cache's memory, one tensor ``[blocks, layers, 2, elements]``.
 
         Raises
         ------
         ConfigError
-            The cache cannot be had.
+            The cache cannot be opened.
         LayoutError
-            A block's bytes do not lie together.
+            A block's bytes are not contiguous.
         """
         tokens = int(self._llm_args.kv_cache_config.tokens_per_block)
         self._register({"kv": kv_cache_tensor}, tokens)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """The same for the second version of TensorRT-LLM's KV cache manager."""
+        """Take the memory of the second version of TensorRT-LLM's KV cache manager."""
         self._register(regions_of(layout), int(layout.tokens_per_block))
 
     def _register(self, tensors: dict[str, torch.Tensor], tokens: int) -> None:
@@ -83,12 +83,13 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
             self._copier = copier_for(self._pages, cache.manager.arena)
             self._halves.cache = cache
         self._halves.ready.set()
-        atexit.register(self.close)  # TensorRT-LLM does not say when it ends
+        atexit.register(self.close)  # TensorRT-LLM does not tell connectors when it ends
 
     def _meet(self, meeting: Meeting) -> None:
-        """Map the arena of rank 0's process, and tell it so: nothing is promised before that.
+        """Map the arena of rank 0's process, and report to rank 0 once this rank can copy.
 
-        Nor before the rank's device has registered it, if it does.
+        That includes registering the arena with the rank's device, if needed. Rank 0 promises
+        nothing before all ranks have reported.
         """
         if self._rank == 0 or self._met:
             return
@@ -108,13 +109,13 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
     # ---- in a step, in this order
 
     def start_load_kv(self, stream: Any) -> None:
-        """Load what the step's forward pass reads; it is there on return.
+        """Load the blocks that the step's forward pass reads; wait until they are loaded.
 
         Raises
         ------
         TierError
-            It could not be copied: TensorRT-LLM has no other way to hear that, and would go on
-            with what lies in these blocks.
+            A block could not be copied. TensorRT-LLM must be stopped by an exception: otherwise it
+            would compute with wrong bytes.
         """
         step = self._step
         if step.meeting is not None:
@@ -132,13 +133,13 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
             raise TierError(f"blocks that were promised could not be copied: {self._broken[0]}")
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Whole blocks are loaded before the forward pass that reads them."""
+        """Do nothing: whole blocks are loaded before the forward pass that reads them."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Whole blocks are saved after the forward pass that fills them."""
+        """Do nothing: whole blocks are saved after the forward pass that fills them."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Begin to save what the step has completed."""
+        """Begin to save the blocks that the step has completed."""
         saves, begun = self._step.saves, 0
         try:
             with _on(stream):
@@ -158,7 +159,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Of the requests that were ever handed in: whose blocks are free, whose have come."""
+        """Return the finished requests that may free their blocks, and the requests that loaded."""
         self._finished.update(finished_gen_req_ids)
         self._poll()
         over = sorted(self._finished.difference(self._saving.values()))
@@ -190,7 +191,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
             self._halves.ended.append(finished)
 
     def close(self) -> None:
-        """End what was begun; on rank 0 the cache, too. May be called again."""
+        """End all copies and, on rank 0, close the cache. May be called again."""
         if self._copier is not None:
             self._copier.close()
             self._poll()
@@ -207,6 +208,6 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:
-    """Copies come after what this stream was told so far."""
+    """Return a context in which copies are ordered after the work queued on ``stream``."""
     cuda: Any = torch.cuda
     return nullcontext() if stream is None else cuda.stream(stream)

@@ -1,1 +1,1 @@
-"""Batched copies between an engine's KV tensors and slots, on CPU and on device streams."""
+"""Batched copies between an engine's KV tensors and arena slots, on CPU and on device streams."""

@@ -1,4 +1,4 @@
-"""Copies between an engine's KV tensors and arena slots: batched, in the background."""
+"""Batched background copies between an engine's KV tensors and arena slots."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvladder.gpu.copy.ranges import ranged
 JobId = NewType("JobId", int)
 
 Direction = Literal["offload", "onboard"]
-"""From the engine's blocks to slots, and back."""
+"""``offload`` copies from the engine's blocks to slots, ``onboard`` back."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
     """Blocks to copy: ``blocks[i]`` to or from ``slots[i]``. Plain data; may cross processes.
 
-    Whoever makes it sees to it that nobody else writes what it reads, or touches what it writes,
-    until it is reported as finished.
+    Its creator ensures that, until it is reported as finished, nothing else writes the bytes that
+    it reads, or touches the bytes that it writes.
     """
 
     id: JobId
@@ -32,71 +32,72 @@ class CopyJob:
     blocks: tuple[int, ...]
     slots: tuple[Slot, ...]
     group: int = 0
-    """Which of the copier's kinds of blocks these are."""
+    """Index of the blocks' group in the copier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A job that is over: its bytes are there, or they are not (and may be garbage)."""
+    """A job that has ended. If it is not ``ok``, the target's bytes may be garbage."""
 
     id: JobId
     ok: bool
     bytes: int
     seconds: float
-    """From the beginning of its copy to its end."""
+    """Duration of its copy."""
     error: str = ""
-    """Why it failed."""
+    """Reason why it failed."""
 
 
 class Copier(ABC):
-    """Copies blocks in the background. Called by one thread, the engine's.
+    """Copies blocks in the background. Only the engine's thread calls it.
 
-    Jobs of one direction run in order; those of the two directions may overtake each other.
+    Jobs of one direction run in order. Jobs of different directions may overtake each other.
     """
 
     @abstractmethod
     def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
-        """Begin a copy after what the engine's device was told to do so far; returns at once.
+        """Begin a copy, ordered after the work queued on the engine's device; return at once.
 
-        ``by_layer`` has it go layer by layer, all blocks of one before the next, so that a fence
-        may name a layer; where that is slower than whole blocks by far, these are copied.
+        With ``by_layer``, it copies all blocks of one layer before the next layer, so that a fence
+        may name a layer. If that is far slower than whole blocks, it copies whole blocks anyway.
         """
 
     @abstractmethod
     def poll(self) -> list[Finished]:
-        """The jobs that ended since the last call, each reported once; never waits."""
+        """Return the jobs that ended since the last call, each once; never waits."""
 
     @abstractmethod
     def wait(self, ids: Sequence[JobId]) -> None:
-        """Return when these jobs are over; ids that are not under way are over."""
+        """Wait until these jobs have ended. Ids of unknown jobs count as ended."""
 
     @abstractmethod
     def rest(self, timeout_s: float) -> None:
-        """Return when there is something to poll, or after ``timeout_s``."""
+        """Wait until there is something to poll, at most ``timeout_s``."""
 
     @abstractmethod
     def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
-        """Whatever the engine tells its device from now on happens after these jobs.
+        """Order all later work of the engine's device after these jobs.
 
-        Of a job that goes by layer, after the bytes of one ``layer`` if that is named.
-        What is known to have failed is reported by the next ``poll``, before they may be read.
+        If ``layer`` is given and a job goes by layer, later work is ordered only after the bytes of
+        that layer. A failure known by now is reported by the next ``poll``, before the bytes may be
+        read.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """End what was submitted: nothing touches the engine's tensors until more is."""
+        """Wait until all jobs have ended; no copy touches the engine's tensors then."""
 
     def moved(self) -> None:
-        """The memory behind the pages lies elsewhere now; no job is under way."""
+        """Note that the pages' memory has moved. No job may be in flight."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was submitted, then all threads; ``poll`` still reports. May be called again."""
+        """Wait for all jobs, then end all threads; ``poll`` still works. May be called again."""
 
 
 @dataclass(slots=True)
 class Task:
-    """A job under way."""
+    """A job in flight."""
 
     job: CopyJob
     steps: Iterator[Sequence[str]]
@@ -106,9 +107,9 @@ class Task:
 class ThreadedCopier(Copier):
     """A copier with a thread that works through jobs in small steps, onboarding first.
 
-    A step is what its subclass does between two yields, of the names of layers that have come
-    whole; a job that is being offloaded gives way to one that an engine waits for after at most
-    one step.
+    A step is the subclass's work between two yields; it yields the names of layers that are
+    complete. So an onboarding job, which an engine waits for, is delayed by at most one step of an
+    offloading job.
     """
 
     def __init__(self, *, name: str, now: Callable[[], float] = perf_counter) -> None:
@@ -116,7 +117,7 @@ class ThreadedCopier(Copier):
         self._changed = threading.Condition()
         self._tasks: dict[Direction, deque[Task]] = {"onboard": deque(), "offload": deque()}
         self._active: dict[JobId, set[str]] = {}
-        """The jobs under way, and what has come of those that go by layer."""
+        """Jobs in flight, with the layers that are complete of jobs that go by layer."""
         self._finished: list[Finished] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -124,10 +125,10 @@ class ThreadedCopier(Copier):
 
     @abstractmethod
     def block_bytes(self, group: int) -> int:
-        """Bytes that are copied per block of a group."""
+        """Return the bytes copied per block of a group."""
 
     def _submit(self, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
-        """Have the thread run ``steps``, an iterator that does a part of ``job`` at each turn."""
+        """Queue ``job`` for the thread; ``steps`` does a part of it at each iteration."""
         with self._changed:
             if self._closed:
                 self._finished.append(Finished(job.id, False, 0, 0.0, "the copier is closed"))
@@ -150,7 +151,7 @@ class ThreadedCopier(Copier):
             del task
 
     def _step(self, task: Task) -> bool:
-        """Do one part of a task; whether it was the last one."""
+        """Do one part of a task; return whether it has ended."""
         if task.begun_s is None:
             task.begun_s = self._now()
         try:
@@ -169,7 +170,7 @@ class ThreadedCopier(Copier):
         return True
 
     def _report(self, job: CopyJob, begun_s: float, *, error: str = "") -> None:
-        """The job is over, its copy included."""
+        """Report a job that has ended."""
         size = 0 if error else len(job.blocks) * self.block_bytes(job.group)
         finished = Finished(job.id, not error, size, self._now() - begun_s, error)
         with self._changed:
@@ -209,7 +210,7 @@ class ThreadedCopier(Copier):
 
 
 def require_places(job: CopyJob, *, blocks: int, slots: int) -> None:
-    """Raise ValueError unless every block and slot of ``job`` exists and they pair up."""
+    """Raise ValueError unless all blocks and slots of ``job`` exist and their counts are equal."""
     if len(job.blocks) != len(job.slots):
         raise ValueError(f"{len(job.blocks)} blocks for {len(job.slots)} slots")
     for block, slot in zip(job.blocks, job.slots, strict=True):

@@ -1,4 +1,4 @@
-"""Copies on CUDA devices: batches by the driver, staging by torch; and the choice of a copier."""
+"""Copies on CUDA devices, with batches by the driver and staging by torch; chooses the copier."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvladder.gpu.copy.streams import StreamCopier
 logger = logging.getLogger("kvladder")
 
 IN_STREAM_ORDER, ANY_TIME = 1, 3
-"""When a batch's sources are read: CUmemcpySrcAccessOrder."""
+"""Order in which a batch's sources are read (CUmemcpySrcAccessOrder)."""
 REGISTER_FLAGS = 1 | 2
-"""Portable, and mapped: every context and every kernel may use the memory."""
+"""Portable and mapped: every context and every kernel may use the memory."""
 BATCH_SINCE = 12080
-"""The version of CUDA whose driver copies in batches, and by whose rules it is called."""
+"""CUDA version that introduced copies in batches; its calling rules are used."""
 _Call = Callable[..., int]
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; the places are hints that matter for managed memory alone."""
+    """CUmemcpyAttributes; the places are hints that matter only for managed memory."""
 
     _fields_ = (
         ("order", ctypes.c_uint),
@@ -51,24 +51,24 @@ _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_uint,
     *[ctypes.c_void_p] * 3,  # targets, sources, sizes
     ctypes.c_size_t,  # how many
-    *[ctypes.c_void_p] * 2,  # attributes, and from which copy on each holds
+    *[ctypes.c_void_p] * 2,  # attributes, and the index of the first copy for each
     ctypes.c_size_t,  # how many
-    *[ctypes.c_void_p] * 2,  # where to say which copy failed, the stream
+    *[ctypes.c_void_p] * 2,  # output for the index of a failed copy, the stream
 )
 
 
 @cache
 def driver() -> Any:
-    """The driver's library, which torch has loaded.
+    """Return the driver's library, which torch has loaded.
 
-    What is refused by a call of the driver itself is told by its answer alone. The runtime would
-    keep it as the last error, and the engine's next kernel would raise it.
+    A call of the driver reports an error only by its return value. The runtime would also keep it
+    as its last error, and the engine's next kernel would raise it.
     """
     return ctypes.CDLL("libcuda.so.1")
 
 
 def batched_by_driver() -> _Call | None:
-    """``cuMemcpyBatchAsync``, where cuda-bindings are there and the driver has it."""
+    """Return ``cuMemcpyBatchAsync``; None without cuda-bindings or if the driver lacks it."""
     try:
         bindings: Any = import_module("cuda.bindings.driver")
     except ImportError:
@@ -79,18 +79,18 @@ def batched_by_driver() -> _Call | None:
 
 
 def batched_by_vllm() -> _Call | None:
-    """The operation of the same purpose that vLLM has, in its processes."""
+    """Return vLLM's own operation for copies in batches; None outside vLLM's processes."""
     found: Any = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
     return found  # type: ignore[no-any-return]
 
 
 class CudaDevice(Device):
-    """A device of torch's on CUDA.
+    """A CUDA device of torch.
 
     Parameters
     ----------
     device:
-        With its index.
+        Must include the index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class CudaDevice(Device):
         count = len(batch.sizes)
         if not count:
             return
-        with self._cuda.stream(stream):  # and its device's context
+        with self._cuda.stream(stream):  # also sets the device's context
             if self._batch is not None:
                 self._in_one_call(self._batch, batch, stream.cuda_stream)
             elif self._vllm is not None:
@@ -179,7 +179,7 @@ class CudaDevice(Device):
         if move is None:
             logger.info("small pages are copied as large ones are: a kernel for them needs triton")
             return
-        # Each kind of element is a kernel of its own, whose making no copy is to wait for.
+        # Each element size has its own kernel; compile all now, so that no copy waits for it.
         try:
             stream = self.new_stream()
             words = torch.zeros(2, dtype=torch.int64).pin_memory()
@@ -241,10 +241,10 @@ class CudaDevice(Device):
         self._enter()
 
     def _enter(self) -> None:
-        """Make the device's context the calling thread's, as calls of the driver need.
+        """Make the device's context current in the calling thread, as calls of the driver need.
 
-        The runtime does so at a call of its own that works with the device. torch makes none where
-        the device is the first, which every new thread has.
+        The runtime would do so in its first call that uses the device. But torch makes no such call
+        for device 0, which is every new thread's default.
         """
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._check(self._driver.cuDeviceGet(ctypes.byref(device), self._device.index or 0))
@@ -262,7 +262,7 @@ class CudaDevice(Device):
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys")) -> int | None:
-    """The NUMA node that a device is at; None if there is one only, or nobody tells."""
+    """Return the NUMA node of a device; None if there is only one, or it is unknown."""
     if device.type != "cuda":
         return None
     cuda: Any = torch.cuda  # its annotations are incomplete
@@ -270,13 +270,13 @@ def numa_node(device: torch.device, root: Path = Path("/sys")) -> int | None:
     try:
         name = f"{has.pci_domain_id:04x}:{has.pci_bus_id:02x}:{has.pci_device_id:02x}.0"
         node = int((root / "bus/pci/devices" / name / "numa_node").read_text())
-    except (AttributeError, OSError):  # an older torch tells no address
+    except (AttributeError, OSError):  # an older torch does not give the PCI address
         return None
     return node if node >= 0 else None
 
 
 def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page and its columns of the staging rows, in the widest elements that fit both."""
+    """Return a page and its columns of the staging rows, in the widest element that fits both."""
     part = rows[:, page.offset : page.offset + page.size_bytes]
     unit = gcd(page.size_bytes, page.stride_bytes, page.view.data_ptr(), part.data_ptr(), 8)
     unit = gcd(unit, rows.stride(0))
@@ -285,14 +285,14 @@ def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copier_for(parts: Parts, arena: Arena) -> Copier:
-    """The copier that fits a device: between these pages and the slots of ``arena``.
+    """Return a copier between these pages and the slots of ``arena``, made for their device.
 
-    The arena outlives it.
+    The arena must outlive it.
 
     Raises
     ------
     LayoutError
-        The tensors are on several devices, or on one that there is no copier for.
+        The tensors are on several devices, or on one without a copier.
     """
     devices = {part.pages.device for part in by_group(parts).values()}
     if len(devices) > 1:

@@ -13,32 +13,32 @@ from kvladder.mapping import HUGE_PAGE_BYTES
 logger = logging.getLogger("kvladder")
 
 PIECE_BYTES = 1 << 30
-"""About what is registered by one call: drivers bound it, and others wait for its locks."""
+"""Approximate bytes registered by one call: drivers limit it, and its locks delay other calls."""
 LINES = 4
-"""How many lines tell of the progress."""
+"""Number of log lines that report the progress."""
 
 
 def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
-    """How many slots are registered by one call; a copy's run of bytes must not be in two pieces.
+    """Return how many slots one call registers; a copy's run of bytes must not cross two pieces.
 
-    They are not more than ``piece_bytes``, unless one slot is.
+    A piece has at most ``piece_bytes``, unless a single slot has more.
     """
-    unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # so that no huge page is in two pieces
+    unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # no huge page may be in two pieces
     if unit > piece_bytes:
         unit = arena.slot_bytes
     return max(1, piece_bytes // unit) * unit // arena.slot_bytes
 
 
 class Registration:
-    """Registers pieces of whole slots in the background; a slot is handed out when it is ready.
+    """Registers pieces of whole slots in the background; the arena hands out slots when ready.
 
-    What the device refuses is said once; its slots are handed out all the same, and copied more
-    slowly.
+    If the device refuses a piece, that is logged once. Its slots are handed out anyway, and copies
+    to them are slower.
 
     Parameters
     ----------
     arena:
-        Stays open until this is closed.
+        Must stay open until this is closed.
     piece_bytes:
         See ``piece_slots``.
     """
@@ -49,14 +49,14 @@ class Registration:
         self._piece = piece_slots(arena, piece_bytes)
         self._registered: list[int] = []
         self._ready = 0
-        """So many slots from the first are registered, all of them."""
+        """Number of leading slots that are all registered."""
         self._refused = ""
         self._closed = False
         arena.admit(self, 0)
         self._join = device.background(self._steps())
 
     def _steps(self) -> Iterator[None]:
-        """Register a piece at each turn."""
+        """Register one piece at each step."""
         arena, total = self._arena, self._arena.slots
         begun_s, told = self._device.now(), 0
         try:
@@ -102,11 +102,11 @@ class Registration:
         logger.warning(what, size >> 20, why)
 
     def holds(self, slots: Sequence[Slot]) -> bool:
-        """Whether these slots are registered: a kernel may touch no others."""
+        """Return whether these slots are registered; a kernel must not touch others."""
         return max(slots, default=0) < self._ready
 
     def close(self) -> None:
-        """Stop, and undo what was done; may be called again. Nothing is being copied."""
+        """Stop, and undo all registrations. No copy may be in flight. May be called again."""
         self._closed = True
         self._join()
         while self._registered:

@@ -1,1 +1,1 @@
-"""The block pool: slots, who holds them, what leaves and what comes back."""
+"""The block pool: slots, references to them, and moves of blocks to and from the tiers."""

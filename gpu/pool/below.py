@@ -1,4 +1,4 @@
-"""What a block pool needs of the tiers below it, given to it by whoever has both in view."""
+"""Interface of a block pool to the tiers below it; the device cache implements it."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 
 class Victim(NamedTuple):
-    """A block that leaves the device, and what travels with it."""
+    """A block that leaves the device, with the data that travels with it."""
 
     key: BlockKey
     slot: DeviceSlot
     tokens: int
-    """How many tokens it holds; less than a whole block for the tail of a prompt."""
+    """Number of tokens in it; fewer than a whole block's for the tail of a prompt."""
     priority: int
     floor: int
     """The lowest priority among the block and its ancestors, see ``OffloadRule``."""
     hits: int
     until_s: float
-    """When the priority reverts to the default, in the pool's time; inf for never."""
+    """Time in the pool's clock when the priority reverts to the default; inf for never."""
     salt: str = ""
-    """The cache salt of the request that it was made for."""
+    """Cache salt of the request that made it."""
 
 
 class BlockBelow(NamedTuple):
-    """What the tiers know of a block that a pool does not know."""
+    """Data that the tiers have about a block that is unknown to the pool."""
 
     priority: int = PRIORITY_DEFAULT
     until_s: float = inf
-    """When the priority reverts to the default, in the pool's time; inf for never."""
+    """Time in the pool's clock when the priority reverts to the default; inf for never."""
     hits: int = 0
-    """How often it was used again, without the use that claimed it."""
+    """Number of times it was reused, not counting the use that claimed it."""
 
 
 class Taken(NamedTuple):
-    """The tiers took a victim's bytes over, or had them."""
+    """Answer for a victim: the tiers take its bytes over, or had them already."""
 
     ticket: Ticket | None = None
-    """The copy that still reads the device slot; None if the slot may be written at once."""
+    """Copy that still reads the device slot; None if the slot may be written at once."""
 
 
 class Below(Protocol):
-    """The tiers as the pools of an engine see them. Every call is synchronous and returns at once.
+    """The tiers as an engine's pools see them. Every call is synchronous and returns at once.
 
-    A tier may forget, it must never lie. The answers come back by ``BlockPool.landed`` and
-    ``forgotten``, on the pool's thread and between its calls, never during one.
+    A tier may forget; it must never lie. It reports by ``BlockPool.landed`` and ``forgotten``, on
+    the pool's thread and between the pool's calls, never during one.
     """
 
     @property
@@ -58,49 +58,49 @@ class Below(Protocol):
         ...
 
     def offload(self, group: int, victims: Sequence[Victim]) -> Sequence[Taken | None]:
-        """These leave a pool: take them over, as far as rules and room allow; an answer each.
+        """Take over blocks that leave a pool, as far as rules and room allow; one answer for each.
 
-        What is held already was used on the device and may have been retained anew: it gets the
-        victim's priority, floor, time and hits, is the most recently used, and leaves the levels
-        whose thresholds it does not reach any more. Parents come before their children. A slot is
-        read until its ticket lands; of what is answered None the bytes are forgotten.
+        A block that the tiers hold already was used on the device and may have a new retention. It
+        gets the victim's priority, floor, time and hits, becomes the most recently used, and leaves
+        levels with thresholds that it does not reach any more. Parents come before their children.
+        A slot is read until its ticket lands. For an answer of None, the bytes are lost.
         """
         ...
 
     def holds(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Whether a level holds each of ``keys``; changes nothing, promises nothing."""
+        """Return whether a level holds each of ``keys``; changes nothing and promises nothing."""
         ...
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
-        """How many of the leading ``keys`` can be onboarded now.
+        """Claim the longest leading run of ``keys`` that can be onboarded; return its length.
 
-        ``salt`` is bound into the keys. They stay until ``onboard`` or ``disclaim`` is called for
-        each.
+        ``salt`` is bound into the keys. Claimed blocks stay until ``onboard`` or ``disclaim`` is
+        called for each.
         """
         ...
 
     def known(self, keys: Sequence[BlockKey]) -> Sequence[BlockBelow]:
-        """What is known of each of these, which were claimed and are new to the pool."""
+        """Return what the tiers know of these claimed blocks, which are new to the pool."""
         ...
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
-        """These claimed blocks are not wanted after all."""
+        """Release claimed blocks that are not wanted after all."""
         ...
 
     def onboard(
         self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]
     ) -> Ticket | None:
-        """Begin to copy ``keys``, which were claimed, to these device slots.
+        """Begin to copy claimed blocks to these device slots.
 
-        The copy that still writes the slots, None if the bytes are there. The tiers keep theirs, or
-        say later that they do not.
+        Return the copy that still writes the slots, or None if the bytes are already in place. The
+        tiers keep their blocks, or report later that they do not.
         """
         ...
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forget these blocks; no copy under way brings them back."""
+        """Remove these blocks; no copy in flight may bring them back."""
         ...
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
         ...

@@ -1,4 +1,4 @@
-"""Complete blocks become reusable: each content once, whoever computed it."""
+"""Makes complete blocks reusable, and stores each content once."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from kvladder.policy.retention import checked_duration, checked_priority
 
 
 class Content(NamedTuple):
-    """Consecutive blocks of one prefix whose bytes are complete."""
+    """Consecutive blocks of one prefix, with complete bytes."""
 
     keys: Sequence[BlockKey]
     root: Root
     parent: BlockKey
-    """The key of the block before the first of them, or the root's."""
+    """Key of the block before the first one, or the root's key."""
     tokens: bytes = b""
-    """Their token ids, 4 bytes each, big-endian; only the last block may be cut short."""
+    """Their token ids, 4 bytes each, big-endian; only the last block may be partly filled."""
     extras: Mapping[int, Extra] | None = None
-    """By position in ``keys``, what tells what is in the block beside its tokens, in order."""
+    """Content of blocks beyond their tokens, by position in ``keys``; each sorted by offset."""
 
     def limit(self, at: int, tokens: int) -> int:
-        """Return how many of the first ``tokens`` of a block tell alone what is in it."""
+        """Return how many of the first ``tokens`` come before any extra of block ``at``."""
         extra = self.extras.get(at) if self.extras else None
         return min(tokens, extra[0][0]) if extra else tokens
 
 
 def token_ids(tokens: bytes) -> tuple[int, ...]:
-    """The token ids in 4 big-endian bytes each."""
+    """Return the token ids that are stored as 4 big-endian bytes each."""
     words = array("I", tokens)
     if sys.byteorder == "little":
         words.byteswap()
@@ -70,7 +70,7 @@ class Committer:
         content: Content,
         wanted: Sequence[Retain | None] | None,
     ) -> list[DeviceSlot] | None:
-        """See ``BlockPool.commit``; None if what comes before these blocks is not known."""
+        """See ``BlockPool.commit``."""
         keys, index = content.keys, self._ledger.index
         named = self._check(slots, content, wanted)
         above = index.above(content.parent, content.root)
@@ -96,7 +96,7 @@ class Committer:
         content: Content,
         wanted: Sequence[Retain | None] | None,
     ) -> bool:
-        """Raise if the call is wrong; whether a slot has a block with a name in it already."""
+        """Raise if the call is wrong; return whether a slot already holds a known block."""
         keys, ledger = content.keys, self._ledger
         if len(keys) != len(slots) or (wanted is not None and len(wanted) != len(keys)):
             raise ValueError(f"{len(slots)} slots for {len(keys)} keys")
@@ -117,7 +117,7 @@ class Committer:
         return True
 
     def _labels(self, content: Content) -> list[bytes]:
-        """The tokens of each block, if they are kept."""
+        """Return the tokens of each block, or an empty list if tokens are not kept."""
         if not self._ledger.index.labels:
             return []
         size, tokens, count = self._block_bytes, content.tokens, len(content.keys)
@@ -126,7 +126,7 @@ class Committer:
         return labels + [tokens[at * size : (at + 1) * size] for at in range(whole, count)]
 
     def _begin(self, nodes: Sequence[NodeId], content: Content, first: int) -> None:
-        """Fill in what new blocks need beside their names; ``first`` is their position."""
+        """Fill in the data of new blocks besides their keys; ``first`` is their position."""
         index = self._ledger.index
         if self._moves.below is not None:
             for node in nodes:
@@ -150,7 +150,7 @@ class Committer:
         content: Content,
         labels: Sequence[bytes],
     ) -> tuple[list[DeviceSlot], list[NodeId], list[NodeId]]:
-        """Commit where some blocks are known: ``(slots to use, all nodes, new nodes)``."""
+        """Commit blocks when some are known; return ``(slots to use, all nodes, new nodes)``."""
         ledger, index = self._ledger, self._ledger.index
         result: list[DeviceSlot] = []
         nodes: list[NodeId] = []
@@ -172,7 +172,7 @@ class Committer:
         return result, nodes, new
 
     def know(self, content: Content, at: int, known: BlockBelow) -> NodeId:
-        """Enter the block at position ``at``, which only a tier holds, behind a known one."""
+        """Enter the block at position ``at``, which only a tier holds, behind a known block."""
         index = self._ledger.index
         parent = content.keys[at - 1] if at else content.parent
         above = index.above(parent, content.root)
@@ -188,14 +188,15 @@ class Committer:
         return node
 
     def _stored_block(self, node: NodeId, key: BlockKey, tokens: bytes) -> StoredBlock:
-        """Return what is told of a new block."""
+        """Return the event data of a new block."""
         extra = self._ledger.index.extras.get(node, ())
         return StoredBlock(key, token_ids(tokens), self._ledger.nodes.priority[node], extra)
 
     def _same(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
-        """The slot for what is complete in ``slot`` and known already: the one that was first.
+        """Return the slot to use for a known block that is also complete in ``slot``.
 
-        But while that one is still being filled, the block is in ``slot`` from now on.
+        It is the block's earlier slot. But if that one is still being filled, the block moves to
+        ``slot``.
         """
         self._ledger.stats.duplicates += 1
         first = self._ledger.nodes.slot[node]
@@ -206,7 +207,7 @@ class Committer:
         return self.share(node, slot)
 
     def share(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
-        """Give a reference to ``slot`` back for one to the slot of an equal block."""
+        """Exchange a reference to ``slot`` for one to the slot of the equal block ``node``."""
         ledger = self._ledger
         first = ledger.nodes.slot[node]
         ledger.order.remove(ledger.idle([node]))
@@ -216,7 +217,7 @@ class Committer:
         return first
 
     def _tell(self, nodes: Sequence[NodeId], new: Sequence[NodeId], content: Content) -> None:
-        """Report new blocks, those that follow each other in one event."""
+        """Report new blocks; consecutive ones share an event."""
         size, reports = self._block_bytes, self._ledger.reports
         fresh, run = set(new), list[StoredBlock]()
         parent = content.parent

@@ -1,4 +1,4 @@
-"""What happened to which block of a device pool, in a bounded buffer shared by its groups."""
+"""Events about the blocks of device pools, in a bounded buffer that a model's pools share."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from kvladder.gpu.tree.names import Extra, Root
 from kvladder.keys import BlockKey
 
 Why = Literal["evicted", "removed", "taken", "lost"]
-"""By the cache, by the user, by a request that writes on in the block, by a failed copy."""
+"""Cause: the cache, the user, a request that continues in the block's slot, or a failed copy."""
 BELOW: Final = "tiers"
-"""Where a block is that left the device and is not forgotten: which one has it, tiers tell."""
+"""Level of a block that left the device for a tier; the tiers' own events say which one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """A pool exists, and is empty."""
+    """A pool was created; it is empty."""
 
     id: int
     group: int
     block_tokens: int
     capacities: Mapping[str, int]
-    """Blocks per level, the device first."""
+    """Blocks per level, with the device first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block that can be reused from now on."""
+    """One block that can now be reused."""
 
     key: BlockKey
     tokens: tuple[int, ...]
     """Its token ids; fewer than a whole block's for the tail of a prompt."""
     priority: int
     extra: Extra = ()
-    """What tells what is in it beside its tokens, by the offset within the block."""
+    """Its content beyond its tokens, by the offset within the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStored:
-    """Consecutive blocks of a prefix are in the index from now on."""
+    """Consecutive blocks of a prefix were added to the index."""
 
     id: int
     group: int
     level: str
-    """The device's name, or ``BELOW``."""
+    """Name of the device, or ``BELOW``."""
     parent: BlockKey | None
-    """The block before the first of them; None at the beginning of a prefix."""
+    """Key of the block before the first one; None at the beginning of a prefix."""
     blocks: tuple[StoredBlock, ...]
     salt: str
     lora: str
@@ -78,23 +78,24 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class PoolOverflow:
-    """``lost`` events did not fit into the buffer: take a snapshot and go on from there."""
+    """``lost`` events did not fit into the buffer: take a snapshot and continue from there."""
 
     id: int
-    """Of the last event that was lost."""
+    """Number of the last lost event."""
     lost: int
 
 
 Stored, Removed, Overflow = PoolStored, PoolRemoved, PoolOverflow
-"""The names of these events until version 0.2."""
+"""Names of these events until version 0.2."""
 
 PoolEvent = Created | PoolStored | PoolRemoved | Updated | PoolOverflow
 
 
 class PoolEvents:
-    """At most ``events_max`` events, numbered from 1; the oldest give way to one Overflow.
+    """Keeps at most ``events_max`` events, numbered from 1; one Overflow replaces the oldest.
 
-    With 0 nothing is collected. Listeners hear every event of a group at once, collected or not.
+    With 0 nothing is collected. Listeners receive every event of their group at once, even if it is
+    not collected.
     """
 
     def __init__(self, events_max: int = 0) -> None:
@@ -106,19 +107,19 @@ class PoolEvents:
         self._lost = 0
         self._lost_id = 0
         self.last_id = 0
-        """The number of the newest event; a snapshot taken now includes what it tells."""
+        """Number of the newest event; a snapshot taken now includes its effect."""
 
     def listen(self, group: int, listener: Callable[[PoolEvent], object]) -> None:
-        """Have ``listener`` called with every event of a group whose pool is not made yet."""
+        """Call ``listener`` with every event of a group; its pool must not exist yet."""
         assert group not in self._listeners
         self._listeners[group] = listener
 
     def enabled(self, group: int) -> bool:
-        """Return whether events of this group are collected or heard."""
+        """Return whether events of this group are collected or have a listener."""
         return self._max > 0 or group in self._listeners
 
     def add(self, group: int, make: Callable[[int], PoolEvent]) -> None:
-        """Tell and collect the event of a group that ``make`` makes with its number."""
+        """Create an event of a group by ``make(id)``; pass it to the listener and collect it."""
         self.last_id += 1
         if group in self._listeners:
             self._listeners[group](make(self.last_id))
@@ -130,7 +131,7 @@ class PoolEvents:
         self._events.append(make(self.last_id))
 
     def take(self) -> list[PoolEvent]:
-        """Everything collected since the last call, oldest first; an Overflow comes first."""
+        """Return all events collected since the last call, oldest first, after any Overflow."""
         taken: list[PoolEvent] = [PoolOverflow(self._lost_id, self._lost)] if self._lost else []
         taken.extend(self._events)
         self._events.clear()
@@ -139,7 +140,7 @@ class PoolEvents:
 
 
 class Reports:
-    """What one pool tells, if events are collected; the buffer may be shared with others."""
+    """Reports one pool's events, if enabled; pools may share the buffer."""
 
     def __init__(self, events: PoolEvents, group: int, level: str) -> None:
         self.enabled = events.enabled(group)
@@ -171,12 +172,12 @@ class Reports:
             self._add(partial(PoolRemoved, group=self._group, key=key, why=why))
 
     def moved(self, key: BlockKey, *, off: bool) -> None:
-        """Collect an Updated: a block that a tier has went ``off`` the device, or comes to it."""
+        """Collect an Updated for a block in a tier that went ``off`` the device, or came to it."""
         if self.enabled:
             level = (self._level, BELOW) if off else (BELOW, self._level)
             self._add(lambda n: Updated(n, self._group, key, level=level))
 
     def reprioritized(self, key: BlockKey, old: int, new: int) -> None:
-        """Collect an Updated of a block's priority, which was another one."""
+        """Collect an Updated for a block with a changed priority."""
         if self.enabled:
             self._add(lambda n: Updated(n, self._group, key, priority=(old, new)))

@@ -1,4 +1,4 @@
-"""The books of a device pool: what it is, which slot is free, which is held, what is cached."""
+"""The ledger of a device pool: its settings, and its free slots, held slots and cached blocks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Partial = Literal["off", "take", "copy"]
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What a pool is.
+    """Settings of a pool.
 
     Parameters
     ----------
     blocks:
-        Device slots.
+        Number of device slots.
     block_tokens:
         Tokens per block, a power of two above 1.
     partial:
-        What to do with a cached block of which a prompt shares only the beginning: nothing;
-        ``take`` it over, if nobody uses it and nothing follows it; or ``copy`` what is shared into
-        a block of its own.
+        Use of a cached block that shares only its beginning with a prompt. ``off``: none. ``take``:
+        take the block over if it is idle and no block follows it. ``copy``: copy the shared part
+        into a block of the request's own.
     chained:
-        Whether a block is only of use with all blocks before it, so that leaves are evicted
-        first. False behind a sliding window.
+        True if a block is useful only with all blocks before it, so that leaves are evicted first.
+        False for a sliding window.
     level:
         Name of the device in events.
     group:
@@ -53,9 +53,9 @@ class PoolSettings:
     level: str = "gpu"
     group: int = 0
     first: int = 0
-    """The number of the first slot that it has at its start."""
+    """Number of its first slot at the start."""
     places: int = 0
-    """Slots that it may ever have, see ``BlockPool.admit``; 0: no more than it has at its start."""
+    """Upper bound of its slot numbers, see ``BlockPool.admit``; 0 for no more than at the start."""
 
     def __post_init__(self) -> None:
         settle(self, "blocks", "block_tokens", "group", "first", "places")
@@ -68,10 +68,10 @@ class PoolSettings:
 
 
 class Ledger:
-    """Slots and what is in them. Every slot is free, held, or evictable, and nothing else.
+    """Slots and their contents. Every slot is in exactly one state: free, held or evictable.
 
-    Free: nothing of use is in it. Held: somebody references it, whatever is in it. Evictable: a
-    cached block is in it that nobody references.
+    Free: it contains nothing of use. Held: it has references, whatever it contains. Evictable: it
+    contains a cached block and has no references.
     """
 
     def __init__(
@@ -97,23 +97,23 @@ class Ledger:
         self.order = EvictionOrder(self.nodes)
         self.uses = Uses(now, self.order.next_stamp)
         self.slots = settings.blocks
-        """How many there are; others than ``settings`` say while memory is elsewhere."""
+        """Number of slots; it differs from ``settings`` while memory is given up."""
         self.short = 0
-        """Slots that were asked for and that there were not, since it was made."""
+        """Number of slots asked for but not available, since its creation."""
         self.free = FreeSlots(range(settings.first, settings.first + settings.blocks))
         self.refs = References(max(settings.places, settings.blocks))
         self.copied = Counter[DeviceSlot]()
-        """References that copies under way hold, and drop when they have ended."""
+        """Number of references to each slot that copies in flight hold."""
 
     @property
     def available(self) -> int:
-        """How many slots nobody references."""
+        """Number of slots without references."""
         return len(self.free) + len(self.order)
 
     def lacking(self, needed: int, available: int, kept: Sequence[DeviceSlot] = ()) -> OutOfBlocks:
-        """Return the error for ``needed`` slots where there are ``available`` beside ``kept``.
+        """Return the error for ``needed`` slots when only ``available`` exist besides ``kept``.
 
-        It is BlocksBusy where copies under way are all that holds the slots that are missing.
+        It is BlocksBusy if only copies in flight hold the missing slots.
         """
         own = set(kept)
         copied = self.copied.items()
@@ -128,42 +128,42 @@ class Ledger:
         return slots
 
     def retain(self, slots: Sequence[DeviceSlot]) -> None:
-        """Add a reference to each slot; those that nobody held were taken out of the order."""
+        """Add a reference to each slot. Idle ones must be out of the order of eviction already."""
         self.refs.add(slots)
 
     def copying(self, slots: Iterable[DeviceSlot]) -> None:
-        """Count a reference to each of ``slots`` as that of a copy under way."""
+        """Count one reference to each of ``slots`` as that of a copy in flight."""
         self.copied.update(slots)
 
     def copies_ended(self, slots: Iterable[DeviceSlot]) -> None:
-        """Undo ``copying``: the copies have ended, and their references are about to be dropped."""
+        """Undo ``copying``: the copies have ended, and their references are dropped next."""
         for slot in slots:
             self.copied[slot] -= 1
             if not self.copied[slot]:
                 del self.copied[slot]
 
     def idle(self, nodes: Sequence[NodeId]) -> Sequence[NodeId]:
-        """Those of ``nodes``, which are on the device, that nobody references."""
+        """Return those of ``nodes``, all on the device, that have no references."""
         slots = gather(self.nodes.slot, nodes)
         if self.refs.none_held(slots):
             return nodes
         return [n for n, slot in zip(nodes, slots, strict=True) if slot not in self.refs]
 
     def release(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
-        """Drop a reference to each of ``slots``; those that nobody references then may be reused.
+        """Drop a reference to each of ``slots``; those without references may then be reused.
 
-        ``slots`` are distinct and in the order of their prefix: the last goes first. With
-        ``front`` they are the next to go, the first of them first.
+        ``slots`` are distinct and in the order of their prefix; the last one is reused first. With
+        ``front`` they are the next to be reused, the first one first.
 
         Raises
         ------
         NotHeld
-            A slot is not referenced, or named twice; nothing was changed.
+            A slot has no references, or is given twice; nothing was changed.
         """
         self.vacate(self.refs.drop(slots), front=front)
 
     def vacate(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
-        """Nobody references these slots any more: cached ones may be evicted, others are free."""
+        """Make slots without references evictable if a block is cached in them, else free."""
         free, cached = split(self.index.node_at, slots, NO_NODE)
         if front:
             self.free.add_front(free)
@@ -174,10 +174,10 @@ class Ledger:
             self.order.push(cached)
 
     def drop(self, tree: list[NodeId], *, uncounted: Container[NodeId]) -> list[BlockKey]:
-        """Forget blocks and all that follow them; what is held stays so, without a name.
+        """Forget the blocks of ``tree``, which includes all followers; held slots stay held.
 
-        ``uncounted`` are those that their parents do not count though they are on the device.
-        Returns the keys, in the order of ``tree``.
+        ``uncounted`` are blocks on the device that their parents do not count. Return the keys, in
+        the order of ``tree``.
         """
         index, rows = self.index, self.nodes
         self.order.remove([node for node in tree if node in self.order])
@@ -191,15 +191,15 @@ class Ledger:
         return index.drop(tree)
 
     def uncount(self, above: NodeId) -> None:
-        """A child of ``above`` is not on the device any more."""
+        """Note that a child of ``above`` is not on the device any more."""
         self.nodes.kids[above] -= 1
         if not self.nodes.kids[above]:
             self.order.orphaned(above)
 
     def resize(self, slots: int) -> list[tuple[DeviceSlot, DeviceSlot]]:
-        """Have so many slots, at least as many as there are blocks; nobody holds any.
+        """Change the number of slots, to at least that of cached blocks; no slot may be held.
 
-        Blocks in slots that go are in others from now on: from where, and where to.
+        Blocks in removed slots get other slots. Return these moves as ``(from, to)``.
         """
         assert not self.refs
         low = [slot for slot in self.free if slot < slots]
@@ -216,7 +216,7 @@ class Ledger:
         return moves
 
     def lacks(self, count: int) -> None:
-        """So many slots were asked for beyond those that there were, also by who asked before."""
+        """Count slots that were asked for but missing; repeated requests count again."""
         self.short += count
 
     def admit(self, slots: Sequence[DeviceSlot]) -> None:
@@ -243,7 +243,7 @@ class Ledger:
         return own, moves
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state, and that all parts agree; O(n)."""
+        """Assert that every slot is in exactly one state and that all parts agree; O(n)."""
         self.index.check()
         self.order.check()
         rows = self.nodes

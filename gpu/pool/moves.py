@@ -1,4 +1,4 @@
-"""Blocks that leave the device and come back: to and from the tiers below, or for good."""
+"""Moves blocks off the device and back: to and from the tiers below, or drops them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvladder.keys import BlockKey
 
 
 class _Copied(NamedTuple):
-    """A slot that a copy still reads or writes; without a key it belongs to one request alone."""
+    """A slot that a copy still reads or writes; without a key it belongs to a single request."""
 
     key: BlockKey | None
     slot: DeviceSlot
@@ -25,19 +25,20 @@ class _Copied(NamedTuple):
 class Moves:
     """Evicts, offloads and onboards the blocks of one pool.
 
-    A slot with a copy under way is held, so nobody is given it; a block on its way out can still
-    be matched, and then stays.
+    A slot with a copy in flight is held, so it is never handed out. A block that is leaving can
+    still be matched, and then stays.
     """
 
     def __init__(self, ledger: Ledger, below: Below | None) -> None:
         self.below = below
         self.leaving: set[NodeId] = set()
-        """On the device while they are copied, and not counted by their parents."""
+        """Blocks that are being copied off the device; their parents do not count them."""
         self.arriving: dict[DeviceSlot, Ticket] = {}
+        """Copy that writes each slot that is being filled."""
         self.supplanted: set[DeviceSlot] = set()
-        """Those of ``arriving`` whose block was complete in another slot before."""
+        """Slots of ``arriving`` with a block that was complete in another slot before."""
         self.observers: list[Callable[[Ticket, bool], None]] = []
-        """Told of each copy to the device that is over, and whether the bytes are there."""
+        """Called with each copy to the device that ended, and whether its bytes arrived."""
         self._out: dict[Ticket, list[_Copied]] = {}
         self._in: dict[Ticket, list[_Copied]] = {}
         self._ledger = ledger
@@ -45,9 +46,9 @@ class Moves:
     # ---- out
 
     def evict(self, victims: Sequence[NodeId]) -> None:
-        """Make room: what ``EvictionOrder.select`` gave leaves the device, or begins to.
+        """Make room: drop or offload the blocks that ``EvictionOrder.select`` returned.
 
-        Slots that nothing reads any more are free afterwards.
+        Slots that no copy reads are free afterwards; others become free when their copy ends.
         """
         ledger = self._ledger
         ledger.stats.evicted += len(victims)
@@ -94,7 +95,7 @@ class Moves:
         )
 
     def _gone(self, node: NodeId) -> None:
-        """A block is in a tier now, and not on the device any more."""
+        """Note that a block is in a tier now and no longer on the device."""
         ledger = self._ledger
         ledger.index.colder.add(node)
         ledger.free.add([ledger.index.displace(node)])
@@ -109,9 +110,9 @@ class Moves:
         uncounted: Iterable[NodeId] = (),
         tiers: bool = True,
     ) -> None:
-        """Forget blocks here, and in the ``tiers``, with all that follow them.
+        """Forget blocks and all that follow them, here and with ``tiers`` also in the tiers.
 
-        ``uncounted`` are those that are not counted by their parents, beside ``leaving``.
+        ``uncounted`` are blocks besides ``leaving`` that their parents do not count.
         """
         index = self._ledger.index
         tree = index.subtree(tops)
@@ -123,7 +124,7 @@ class Moves:
             self.below.remove(colder)
 
     def keep(self, nodes: Sequence[NodeId]) -> None:
-        """These were matched and are held: those on their way out stay."""
+        """Let matched and held blocks that are leaving stay on the device."""
         rows = self._ledger.nodes
         for node in self.leaving.intersection(nodes) if self.leaving else ():
             self.leaving.discard(node)
@@ -133,24 +134,24 @@ class Moves:
     # ---- in
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
-        """How many leading ``keys`` a tier holds; they stay until further notice."""
+        """Claim the leading ``keys`` that a tier holds; return how many."""
         return self.below.claim(keys, salt) if self.below is not None and keys else 0
 
     def known(self, keys: Sequence[BlockKey]) -> Sequence[BlockBelow]:
-        """What the tiers know of these, which they hold and the pool does not know."""
+        """Return what the tiers know of blocks that they hold and the pool does not know."""
         return self.below.known(keys) if self.below is not None and keys else []
 
     def disclaim(self, nodes: Sequence[NodeId]) -> None:
-        """These were claimed, and are not onboarded."""
+        """Release claimed blocks that are not onboarded."""
         if self.below is not None and nodes:
             self.below.disclaim([self._ledger.index.key_of(node) for node in nodes])
 
     def onboard(
         self, nodes: Sequence[NodeId], slots: Sequence[DeviceSlot], *, private: bool = False
     ) -> None:
-        """Bring known blocks, which ``Below.claim`` claimed, to held slots.
+        """Begin to load known blocks, which ``Below.claim`` claimed, into held slots.
 
-        With ``private`` the blocks stay where they are, and the slots belong to one request.
+        With ``private`` the index does not change, and the slots belong to one request.
         """
         ledger, index = self._ledger, self._ledger.index
         assert self.below is not None
@@ -167,10 +168,10 @@ class Moves:
             self._in[ticket] = list(map(_Copied, names, slots))
             self.arriving.update(dict.fromkeys(slots, ticket))
 
-    # ---- what the tiers report
+    # ---- reports of the tiers
 
     def landed(self, ticket: Ticket, *, ok: bool) -> None:
-        """A copy is over; see ``BlockPool.landed``."""
+        """Process the end of a copy; see ``BlockPool.landed``."""
         if ticket in self._out:
             self._left(self._out.pop(ticket), ok=ok)
         elif ticket in self._in:
@@ -179,15 +180,15 @@ class Moves:
             raise NotHeld(f"no copy {ticket} is under way")
 
     def _left(self, blocks: Sequence[_Copied], *, ok: bool) -> None:
-        """Slots were read: their blocks are gone, unless somebody matched them meanwhile."""
+        """Process slots that were read: their blocks leave, unless requests matched them again."""
         ledger, index = self._ledger, self._ledger.index
         ledger.stats.lost += 0 if ok else len(blocks)
         ledger.copies_ended([slot for _, slot in blocks])
         for key, slot in blocks:
             node = index.node_at[slot]
-            if node == NO_NODE or index.key_of(node) != key:  # it was forgotten
+            if node == NO_NODE or index.key_of(node) != key:  # the block was forgotten
                 ledger.release([slot])
-            elif node not in self.leaving:  # it stays, and a tier has it too
+            elif node not in self.leaving:  # the block stays; if the copy went well, also in a tier
                 if ok:
                     index.colder.add(node)
                 ledger.release([slot])
@@ -200,7 +201,10 @@ class Moves:
                     self.drop([node], "lost", uncounted=[node])
 
     def _arrived(self, ticket: Ticket, blocks: Sequence[_Copied], *, ok: bool) -> None:
-        """Slots were written, or hold garbage: then a block is where it was, or nowhere."""
+        """Process slots that were written. If the copy failed, their blocks leave the device.
+
+        Such a block stays known only if a tier still has it.
+        """
         ledger, index = self._ledger, self._ledger.index
         if not ok:
             ledger.stats.lost += len(blocks)
@@ -225,7 +229,7 @@ class Moves:
         self.supplanted.difference_update([slot for _, slot in blocks])
 
     def forgotten(self, keys: Sequence[BlockKey]) -> None:
-        """The tiers hold these no more; see ``BlockPool.forgotten``."""
+        """Note that tiers no longer hold these blocks; see ``BlockPool.forgotten``."""
         index, gone = self._ledger.index, list[NodeId]()
         for key in keys:
             node = index.find(key)
@@ -237,7 +241,7 @@ class Moves:
             self.drop(gone, "evicted")
 
     def check(self) -> None:
-        """Assert that every slot with a copy under way is held; for tests."""
+        """Assert that every slot with a copy in flight is held; for tests."""
         refs, rows = self._ledger.refs, self._ledger.nodes
         out = [block.slot for blocks in self._out.values() for block in blocks]
         assert len(set(out)) == len(out)

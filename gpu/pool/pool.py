@@ -1,4 +1,4 @@
-"""The block pool: device slots, what is cached in them, and who holds them."""
+"""The block pool: device slots, their cached blocks, and references to them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from kvladder.policy.numbers import whole
 from kvladder.policy.retention import checked_priority
 
 ROOT = Root(BlockKey(bytes(KEY_BYTES)))
-"""Where prefixes begin for callers who make their keys without a root."""
+"""Root of prefixes for callers that make their keys without one."""
 
 
 class BlockPool:
-    """Device slots with references, a prefix index, and prioritized LRU among what is cached.
+    """Device slots with references, a prefix index, and prioritized LRU among cached blocks.
 
-    Every slot is free, held or evictable. Whoever is given a slot holds a reference to it and
-    releases it; the blocks of a prefix are held together and released tail first. What is evicted
-    goes to the tiers as far as they take it. Calls come from one thread and never wait.
+    Every slot is free, held or evictable. A caller that is given a slot owns a reference to it and
+    must release it. The blocks of a prefix are held together and released tail first. Evicted
+    blocks go to the tiers as far as these take them. Calls come from one thread and never wait.
 
     Parameters
     ----------
     settings:
-        What the pool is.
+        Size and kind of the pool.
     now:
-        The clock, in seconds; retentions end by it.
+        The clock, in seconds; it decides when retentions end.
     below:
         The tiers, or None.
     events:
-        Where to report; the buffer may be shared by the pools of a model. None reports nothing.
+        Buffer for events; the pools of a model may share it. None reports nothing.
     """
 
     def __init__(
@@ -61,67 +61,67 @@ class BlockPool:
         self._moves = Moves(self._ledger, below)
         self._committer = Committer(self._ledger, self._moves, self._retainer)
         self.serving = Serving(self._ledger, self._moves, self._retainer, self._committer)
-        """What requests use of it."""
+        """The part that requests use."""
         self.epoch = (0, 0)
-        """How often the cache was reset, and how often blocks were removed or purged.
+        """Number of resets, and number of removals and purges.
 
-        What began before a reset is not stored after it.
+        Blocks of sequences that began before a reset are not stored after it.
         """
         capacities = {settings.level: settings.blocks}
         capacities.update({} if below is None else below.capacities)
         reports.created(settings.block_tokens, capacities)
 
-    # ---- how full it is
+    # ---- fill level
 
     @property
     def blocks(self) -> int:
-        """All slots; others than ``settings`` say while memory is elsewhere.
+        """Number of all slots; it differs from ``settings`` while memory is given up.
 
-        See ``resize``, and ``admit``.
+        See ``resize`` and ``admit``.
         """
         return self._ledger.slots
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds, with or without a cached block in them."""
+        """Number of slots that are not held, with or without a cached block in them."""
         return self._ledger.slots - len(self._ledger.refs)
 
     @property
     def used(self) -> int:
-        """Slots that somebody holds, a copy under way included."""
+        """Number of slots that are held, by a request or by a copy in flight."""
         return len(self._ledger.refs)
 
     @property
     def cached(self) -> int:
-        """Blocks on the device that can be reused, held or not."""
+        """Number of blocks on the device that can be reused, held or not."""
         node_at = self._ledger.index.node_at
         return len(node_at) - node_at.count(NO_NODE)
 
     def counts(self) -> dict[str, Any]:
-        """Counters since it was made, blocks as they are now, and histograms; plain data.
+        """Return counters since its creation, the current fill level and histograms; plain data.
 
-        May be called from any thread; histograms are up to date as of the last ``mark``.
+        Any thread may call it. Histograms are as of the last ``mark``.
         """
         now = {"capacity": self.blocks, "used": self.used, "free": self.free, "cached": self.cached}
         return {**self.stats.as_dict(), **now, **self._ledger.uses.as_dict()}
 
     def mark(self) -> None:
-        """Note the time, so that ages are known; an engine that runs calls it once a step."""
+        """Note the time, so that ages are known. A running engine calls it once a step."""
         self._ledger.uses.mark(self._ledger.order.next_stamp)
 
     # ---- slots
 
     def allocate(self, count: int) -> list[DeviceSlot]:
-        """Hand out ``count`` slots, evicting exactly as many blocks as are needed.
+        """Hand out ``count`` slots, and evict exactly as many blocks as are needed.
 
-        The caller owns one reference to each. What is in them is undefined.
+        The caller owns one reference to each. Their content is undefined.
 
         Raises
         ------
         OutOfBlocks
-            There are not that many that nobody holds; nothing was changed.
+            Fewer slots are available; nothing was changed.
         BlocksBusy
-            There will be when the offloads that were begun have landed.
+            There will be enough when copies in flight have landed.
         """
         if type(count) is not int:
             count = whole(count, "blocks")
@@ -134,15 +134,15 @@ class BlockPool:
         return ledger.take(count)
 
     def release(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
-        """Give a reference to each of ``slots`` back, which are in the order of their prefix.
+        """Drop a reference to each of ``slots``, which are in the order of their prefix.
 
-        What nobody references any more may be reused, the last slot first; a cached block stays
-        until then. With ``front`` these are the next to go, the first of them first.
+        Slots without references may be reused, the last one first. Until then, cached blocks stay
+        in them. With ``front`` these slots are the next to be reused, the first one first.
 
         Raises
         ------
         NotHeld
-            A slot is not held, or named twice; nothing was changed.
+            A slot is not held, or given twice; nothing was changed.
         """
         self._ledger.release(slots, front=front)
 
@@ -159,19 +159,19 @@ class BlockPool:
         self._ledger.retain(slots)
 
     def copying(self, slots: Sequence[DeviceSlot]) -> None:
-        """Say that one reference to each of ``slots`` ends with a copy under way.
+        """Mark one reference to each of ``slots`` as one that ends with a copy in flight.
 
-        Until ``copies_ended`` those that nothing else holds are not there yet, which is BlocksBusy,
-        and no reason to let somebody make way.
+        Until ``copies_ended``, a lack of slots that only such copies hold raises BlocksBusy, so the
+        engine waits and preempts no request.
         """
         self._ledger.copying(slots)
 
     def copies_ended(self, slots: Sequence[DeviceSlot]) -> None:
-        """Undo ``copying``, before the references are dropped."""
+        """Undo ``copying``; call it before the references are dropped."""
         self._ledger.copies_ended(slots)
 
     def evict(self, count: int) -> int:
-        """Have up to ``count`` cached blocks leave the device; how many did, or began to."""
+        """Evict up to ``count`` cached blocks; return how many left the device or began to."""
         count = whole(count, "blocks")
         if count < 0:
             raise ValueError(f"{count} blocks: expected 0 or more")
@@ -181,15 +181,15 @@ class BlockPool:
         return len(victims)
 
     def resize(self, blocks: int) -> list[tuple[DeviceSlot, DeviceSlot]]:
-        """Have so many slots from now on, which are the first ones.
+        """Change the pool to its first ``blocks`` slots; return the moves of cached blocks.
 
-        Blocks that lie in others are elsewhere now: the caller copies what is in the first slot of
-        each pair to the second before it does anything else.
+        Blocks in other slots now belong to other places: the caller copies the content of the first
+        slot of each pair to the second before it does anything else.
 
         Raises
         ------
         PoolError
-            Somebody holds blocks, or more are cached than would have slots; nothing was changed.
+            Some blocks are held, or more are cached than there would be slots; nothing was changed.
         """
         blocks = whole(blocks, "blocks")
         if self.used or self.cached > blocks or blocks < 1:
@@ -199,15 +199,15 @@ class BlockPool:
 
     @property
     def short(self) -> int:
-        """Slots that were asked for and that there were not, since it was made."""
+        """Number of slots asked for but not available, since its creation."""
         return self._ledger.short
 
     def held(self, slots: Sequence[DeviceSlot]) -> int:
-        """How many of these somebody holds."""
+        """Return how many of these slots are held."""
         return sum(slot in self._ledger.refs for slot in slots)
 
     def in_use(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Those of ``keys`` that are on the device and held by somebody."""
+        """Return those of ``keys`` that are on the device and held."""
         find, slot = self._ledger.index.find, self._ledger.nodes.slot
         refs, nodes = self._ledger.refs, ((key, find(key)) for key in keys)
         return {key for key, node in nodes if node is not None and slot[node] in refs}
@@ -215,34 +215,34 @@ class BlockPool:
     def vacate(
         self, slots: Sequence[DeviceSlot]
     ) -> tuple[list[DeviceSlot], list[tuple[DeviceSlot, DeviceSlot]]]:
-        """Give those of ``slots`` up that nobody holds: they are not the pool's any more.
+        """Give up those of ``slots`` that are not held; return them, and the moves of blocks.
 
-        Cached blocks in them move to free slots, as many as there are others: the caller copies
-        what is in the first slot of each pair to the second before it does anything else. What is
-        held, and what there is no room for, stays.
+        Cached blocks in them move to other free slots, as far as there are enough. The caller
+        copies the content of the first slot of each pair to the second before it does anything
+        else. Held slots, and cached blocks without a new place, stay in the pool.
         """
         return self._ledger.vacate_idle(slots)
 
     def admit(self, slots: Sequence[DeviceSlot]) -> None:
-        """Have these slots too, which are less than ``places`` and no pool's, all free."""
+        """Add these slots, all free. Each must be below ``places`` and belong to no pool."""
         self._ledger.admit(slots)
 
     # ---- blocks
 
     @property
     def idle(self) -> int:
-        """Blocks on the device that nobody holds."""
+        """Number of cached blocks on the device that are not held."""
         return len(self._ledger.order)
 
     @property
     def leaving(self) -> int:
-        """Blocks that are being copied off the device."""
+        """Number of blocks that are being copied off the device."""
         return len(self._moves.leaving)
 
     def match(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
-        """The longest leading run of ``keys`` that is on the device; changes nothing.
+        """Return the slots of the longest leading run of ``keys`` on the device; changes nothing.
 
-        Blocks that are still on their way there do not count.
+        Blocks that are still being loaded do not count.
         """
         ledger, arriving = self._ledger, self._moves.arriving
         slots = gather(ledger.nodes.slot, ledger.index.match(keys))
@@ -251,11 +251,11 @@ class BlockPool:
         return slots
 
     def knows(self, key: BlockKey) -> bool:
-        """Whether the block is on the device or was in a tier when it was heard of last."""
+        """Return whether the block is on the device or, as far as the pool knows, in a tier."""
         return key in self._ledger.index
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each of ``keys`` is on the device or in a tier; changes nothing."""
+        """Return whether each of ``keys`` is on the device or in a tier; changes nothing."""
         find, slot = self._ledger.index.find, self._ledger.nodes.slot
         found = [(node := find(key)) is not None and slot[node] != NO_SLOT for key in keys]
         below = self._moves.below
@@ -266,7 +266,7 @@ class BlockPool:
         return found
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
-        """``match``, and one reference to each slot for the caller."""
+        """Do as ``match``, and give the caller one reference to each slot."""
         if self._moves.arriving:
             keys = keys[: len(self.match(keys))]
         nodes = self._ledger.index.match(keys)
@@ -280,32 +280,32 @@ class BlockPool:
         *,
         retain: Sequence[Retain | None] | None = None,
     ) -> list[DeviceSlot] | None:
-        """The bytes of these blocks are complete: from now on others may reuse them.
+        """Publish complete blocks for reuse; return the slots to use from now on.
 
-        The caller holds ``slots``, one per key, and all blocks before them. A content is cached
-        once: where it was already, the caller's reference moves to the slot that has it, and its
-        own slot is given back; but not while that slot is still being filled. The slots to use from
-        now on are returned. If the block before them is not known (any more), nothing is stored,
-        and None is returned.
+        The caller holds ``slots``, one per key, and all blocks before them. Each content is cached
+        once. If it was cached already, the caller's reference moves to that slot, and its own slot
+        is released. But if that slot is still being filled, the caller's slot becomes the cached
+        one. If the block before them is not known any more, nothing is stored, and None is
+        returned.
 
         Raises
         ------
         NotHeld, PoolError, ValueError
-            A slot is not held, or holds another block, or the arguments do not fit together;
-            nothing was changed.
+            A slot is not held, or holds another block, or the arguments do not match; nothing was
+            changed.
         """
         return self._committer.commit(slots, content, retain)
 
     def reprioritize(self, keys: Sequence[BlockKey], priority: int) -> None:
-        """Give those of ``keys`` that are known this priority, for good."""
+        """Give the known blocks among ``keys`` this priority, without expiry."""
         find = self._ledger.index.find
         nodes = [node for key in keys if (node := find(key)) is not None]
         self._retainer.apply(nodes, [Retain(checked_priority(priority))] * len(nodes), new=())
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forget these blocks here and in the tiers, and all that follow them.
+        """Remove these blocks and all that follow them, here and in the tiers.
 
-        Who holds them keeps them, but nobody else finds them.
+        Requests that hold them keep them, but no other request finds them.
         """
         find = self._ledger.index.find
         self._forget([node for key in keys if (node := find(key)) is not None])
@@ -313,7 +313,7 @@ class BlockPool:
             self._moves.below.remove(keys)
 
     def purge(self, salt: str) -> None:
-        """Forget every block that was made for a request with this salt, which is not empty."""
+        """Remove every block of requests with this salt, which must not be empty."""
         salts = self._ledger.index.salts
         self._forget([node for node, held in salts.items() if held == salt])
 
@@ -323,9 +323,9 @@ class BlockPool:
         self._moves.drop(nodes, "removed")
 
     def reset(self, *, tiers: bool = True) -> None:
-        """Forget everything that is cached here, and in the ``tiers``.
+        """Remove all cached blocks, here and with ``tiers`` also in the tiers.
 
-        Nothing of what was begun before will be stored, whoever holds it.
+        Sequences that began before will not store any block.
         """
         resets, removals = self.epoch
         self.epoch = (resets + 1, removals)
@@ -333,33 +333,33 @@ class BlockPool:
         if tiers and self._moves.below is not None:
             self._moves.below.clear()
 
-    # ---- what the tiers report, on the pool's thread
+    # ---- reports of the tiers, on the pool's thread
 
     def landed(self, ticket: Ticket, *, ok: bool = True) -> None:
-        """A copy to or from the device is over; without ``ok`` its bytes did not arrive.
+        """Process the end of a copy to or from the device; without ``ok`` its bytes did not arrive.
 
         Raises
         ------
         NotHeld
-            No such copy is under way.
+            No such copy is in flight.
         """
         self._moves.landed(ticket, ok=ok)
 
     def forgotten(self, keys: Sequence[BlockKey]) -> None:
-        """No tier holds these any more."""
+        """Note that no tier holds these blocks any more."""
         self._moves.forgotten(keys)
 
     # ---- for people and tests
 
     def in_tiers(self) -> list[BlockKey]:
-        """The blocks that a tier holds, on the device or not; O(n), for tests."""
+        """Return the blocks that a tier holds, on the device or not; O(n), for tests."""
         index = self._ledger.index
         return [index.key_of(node) for node in index.colder]
 
     def snapshot(self) -> list[PoolStored]:
-        """The index as it is now, as events that make it from nothing, numbered like the last one.
+        """Return the current index as events that rebuild it, numbered like the last event.
 
-        Parents come before their children. Tokens are empty where they are not kept.
+        Parents come before their children. Tokens are empty if they are not kept.
         """
         index, rows, settings = self._ledger.index, self._ledger.nodes, self.settings
         made: list[PoolStored] = []

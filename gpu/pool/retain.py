@@ -1,4 +1,4 @@
-"""Priorities of cached blocks, and when they end."""
+"""Priorities of cached blocks, and the end of retentions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 
 class Retain(NamedTuple):
-    """What a request asks for one of its blocks."""
+    """Retention that a request asks for one of its blocks."""
 
     priority: int
     duration_s: float | None = None
-    """For how long from the moment at which the block can be reused; None for good."""
+    """Duration, counted from the time when the block can be reused; None for no end."""
 
 
 class Retainer:
-    """Gives blocks priorities, and takes them back when their time is over.
+    """Gives blocks priorities, and ends them when their time is over.
 
-    A retention that ends leaves the default priority; expiry never promotes what is below it.
+    After its retention a block has the default priority. Expiry never raises a lower priority.
     """
 
     def __init__(self, ledger: Ledger, now: Callable[[], float]) -> None:
@@ -34,10 +34,10 @@ class Retainer:
     def apply(
         self, nodes: Sequence[NodeId], wanted: Sequence[Retain | None], *, new: Container[NodeId]
     ) -> None:
-        """Retain blocks, as far as anything is wanted for them.
+        """Give blocks the wanted retentions; None leaves a block unchanged.
 
-        A new retention replaces the old one, its duration included. Of ``new`` blocks nobody was
-        told another priority before.
+        A new retention replaces the old one, including its duration. For ``new`` blocks no change
+        of priority is reported, since they were not reported before.
         """
         until, now = self._ledger.nodes.until, self._now()
         for node, retain in zip(nodes, wanted, strict=True):
@@ -49,7 +49,7 @@ class Retainer:
                 self._set(node, priority, tell=node not in new)
 
     def recall(self, node: NodeId, priority: int, until_s: float) -> None:
-        """A block that is new here was retained before, as the tiers remember."""
+        """Restore the retention that the tiers remember for a block that is new here."""
         if until_s <= self._now():
             priority, until_s = min(priority, PRIORITY_DEFAULT), inf
         self._set(node, priority, tell=False)
@@ -76,7 +76,7 @@ class Retainer:
                 self._ledger.reports.reprioritized(key, old, priority)
 
     def expire(self) -> None:
-        """End the retentions whose time is over."""
+        """End the retentions that are over."""
         if not self._ends:
             return
         rows, now = self._ledger.nodes, self._now()
@@ -88,7 +88,7 @@ class Retainer:
                 self._set(node, priority)
 
     def check(self) -> None:
-        """Assert that every retention that ends will be found; for tests."""
+        """Assert that ``expire`` will find every retention that ends; for tests."""
         rows = self._ledger.nodes
         ends = set(self._ends)
         assert all((until_s, node) in ends for node, until_s in rows.until.items())

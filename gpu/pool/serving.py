@@ -1,4 +1,4 @@
-"""What a request gets of a pool, in steps that can be undone: reach, hold, settle, then place."""
+"""Serves requests from a pool, in steps that can be undone: reach, hold, settle, then place."""
 
 from __future__ import annotations
 
@@ -27,79 +27,79 @@ HITS_MAX = 255
 
 
 class PartialBlock(NamedTuple):
-    """A cached block of which a prompt shares the first ``tokens`` tokens."""
+    """A cached block that shares its first ``tokens`` tokens with a prompt."""
 
     node: NodeId
     tokens: int
     taken: bool
-    """Whether the prompt writes on in its slot, instead of in a copy."""
+    """True if the prompt continues in its slot, instead of in a copy."""
 
 
 class PoolMatch(NamedTuple):
-    """Blocks that a request found cached. Those that only tiers hold are claimed there."""
+    """Cached blocks that a request found. Those that only tiers hold are claimed there."""
 
     nodes: Sequence[NodeId] = ()
     claimed: Sequence[NodeId] = ()
-    """Those of ``nodes`` that are not on the device, in order, and then the part if it is not."""
+    """Blocks of ``nodes`` that are not on the device, in order; the part is last if it is not."""
     part: PartialBlock | None = None
-    """Of the block behind them."""
+    """Partial match of the block behind ``nodes``."""
     first: int = 0
-    """Blocks before those that matched, which the request does not need."""
+    """Number of blocks before ``nodes``, which the request does not need."""
 
     def tokens(self, block_tokens: int) -> int:
-        """How many tokens of the prompt this serves."""
+        """Return how many tokens of the prompt this serves."""
         part = 0 if self.part is None else self.part.tokens
         return (self.first + len(self.nodes)) * block_tokens + part
 
 
 class Reservation(NamedTuple):
-    """What a request is about to get: held and chosen, but nothing evicted yet."""
+    """Resources reserved for a request: blocks held and victims chosen, but none evicted yet."""
 
     match: PoolMatch
     kept: list[NodeId]
-    """What of it is on the device, and now held."""
+    """Matched blocks on the device, which are now held."""
     idle: Sequence[NodeId]
-    """Those that nobody held before, and their places in the order of eviction."""
+    """Blocks of ``kept`` that were not held before; ``stamps`` are their eviction stamps."""
     stamps: list[int]
     victims: list[NodeId]
     fresh: int
-    """Slots to hand out, those for what is claimed included."""
+    """Number of slots to hand out, including those for claimed blocks."""
 
 
 class BlockCopy(NamedTuple):
-    """Bytes that the engine has to copy before it runs the sequence again.
+    """A copy that the engine must make before it runs the sequence again.
 
-    Both slots are held until ``KVSequence.copied`` is told.
+    Both slots are held until ``KVSequence.copied`` is called.
     """
 
     source: DeviceSlot
     target: DeviceSlot
     tokens: int
-    """How many leading tokens of the block; what follows them in the target is not used."""
+    """Number of leading tokens of the block to copy; the rest of the target is not used."""
     after: Ticket | None = None
-    """A copy that has to land first, since it brings the source."""
+    """Copy that must land first, because it writes the source."""
 
 
 class ServedPrompt(NamedTuple):
-    """What a prompt got."""
+    """Blocks that a prompt got."""
 
     table: list[DeviceSlot]
-    """By block, ``NO_SLOT`` for those that it does not need."""
+    """Slot of each block; ``NO_SLOT`` for blocks that it does not need."""
     copies: list[BlockCopy]
     stored: int
-    """How many leading blocks are those that it matched."""
+    """Number of leading blocks that were matched or are not needed."""
     tokens: int
-    """How many of its tokens are in place, or will be."""
+    """Number of its tokens that are in place, or will be."""
     stats: RequestStats
 
 
 class Serving:
     """Finds, holds and hands out blocks of one pool, so that several pools can serve one request.
 
-    ``reach`` comes first and claims; ``fitting`` says what of it is used; ``hold`` of every pool
-    comes next and raises if there is not
-    enough; ``settle`` of every pool evicts: see ``reserve``. Until then ``cancel`` puts everything
-    back, down to the order of eviction. What was got is used by ``place``.
+    First ``reach`` finds and claims blocks, and ``fitting`` decides which part of them to use. Then
+    ``hold`` of every pool reserves, or raises if there is not enough. Last ``settle`` of every pool
+    evicts: see ``reserve``. Before that, ``cancel`` puts everything back, including the order of
+    eviction. ``place`` uses what was reserved.
     """
 
     def __init__(
@@ -111,23 +111,23 @@ class Serving:
         self._committer = committer
         self._partial = ledger.settings.partial
         self.labels = ledger.index.labels
-        """Whether ``Content.tokens`` are used."""
+        """True if ``Content.tokens`` are used."""
 
     # ---- find
 
     def match(self, keys: Sequence[BlockKey]) -> PoolMatch:
-        """The longest leading run of ``keys`` that is on the device, or on its way there."""
+        """Return the longest leading run of ``keys`` that is on the device or being loaded."""
         return PoolMatch(self._ledger.index.match(keys))
 
     def slots(self, match: PoolMatch) -> list[DeviceSlot]:
-        """Where its blocks are on the device."""
+        """Return the device slots of its blocks."""
         return gather(self._ledger.nodes.slot, match.nodes)
 
     def reach(self, content: Content, first: int = 0) -> PoolMatch:
-        """The longest prefix of the content's blocks that is on the device or in a tier.
+        """Return the longest prefix of the content's blocks that is on the device or in a tier.
 
-        ``content`` may have tokens and extras of the block behind its keys; that one is matched in
-        part. What only tiers hold is claimed: the match must be given to ``hold`` or ``forgo``.
+        ``content`` may have tokens and extras of the block behind its keys, which is matched in
+        part. Blocks that only tiers hold are claimed: pass the match to ``hold`` or ``forgo``.
         """
         keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
         nodes, claimed, salt = index.match(keys), list[NodeId](), content.root.salt
@@ -149,14 +149,14 @@ class Serving:
         return PoolMatch(nodes, claimed, part, first)
 
     def _part(self, content: Content, blocks: int) -> PartialBlock | None:
-        """The block that shares most of what follows the first ``blocks``, if it can be claimed."""
+        """Return the block that shares most behind the first ``blocks``, claimed if in a tier."""
         best = self._nearest(content, blocks)
         if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
             return best
         return best if self._moves.claim([self._ledger.index.key_of(best.node)]) else None
 
     def _nearest(self, content: Content, blocks: int) -> PartialBlock | None:
-        """The known block that shares most of what follows the first ``blocks`` and can be used."""
+        """Return the usable known block that shares most tokens behind the first ``blocks``."""
         index, size = self._ledger.index, self._ledger.settings.block_tokens
         begin, tokens = blocks * size, content.limit(blocks, size)
         query = content.tokens[begin * TOKEN_BYTES : (begin + tokens) * TOKEN_BYTES]
@@ -173,13 +173,13 @@ class Serving:
         return best
 
     def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
-        """Whether blocks that may be matched in part are known behind each of these keys."""
+        """Return for each key whether known blocks behind it may be matched in part."""
         if self._partial == "off":
             return [False] * len(parents)
         return self._ledger.index.followed(parents, root)
 
     def shares(self, content: Content) -> int:
-        """How many tokens of a block, alone and without its key, a usable block begins with."""
+        """Return how many leading tokens of a single block without a key a usable block shares."""
         best = self._nearest(content, 0)
         return 0 if best is None else best.tokens
 
@@ -188,11 +188,11 @@ class Serving:
         return node not in self._moves.leaving and (copied or self._takeable(node))
 
     def _takeable(self, node: NodeId) -> bool:
-        """Whether nobody holds the block, which is on the device, and nothing follows it."""
+        """Return whether a block on the device is idle and no block follows it."""
         return node in self._ledger.order and not self._ledger.index.has_children(node)
 
     def covers(self, content: Content) -> bool:
-        """Whether a known block begins with the tokens of this single one that tell its content."""
+        """Return whether a known block begins with all usable tokens of this single block."""
         index = self._ledger.index
         above = index.above(content.parent, content.root, create=False)
         useful = content.limit(0, len(content.tokens) // TOKEN_BYTES)
@@ -204,20 +204,20 @@ class Serving:
         return False
 
     def forgo(self, match: PoolMatch) -> None:
-        """Nothing will come of this match."""
+        """Give up a match that will not be used."""
         self._moves.disclaim(match.claimed)
 
     # ---- hold and settle
 
     def _fits(self, kept: Sequence[NodeId], fresh: int) -> bool:
-        """Whether there are so many slots, now or soon, beside what is kept on the device."""
+        """Return whether ``fresh`` slots are available, now or soon, besides the kept blocks."""
         available = self._ledger.available - len(self._ledger.idle(kept))
         return fresh <= available + len(self._moves.leaving.difference(kept))
 
     def fitting(self, match: PoolMatch, blocks: int) -> PoolMatch:
-        """What of it there is room for: a part that is copied takes a slot beside its source.
+        """Return the match as far as there is room: copying a part needs a slot besides its source.
 
-        Where there is none the source is taken over, or what the prompt shares with it is not used.
+        Without that slot, the source is taken over, or the part is not used.
         """
         part, slot = match.part, self._ledger.nodes.slot
         if part is None or part.taken or slot[part.node] == NO_SLOT:
@@ -229,15 +229,15 @@ class Serving:
         return match._replace(part=part._replace(taken=True) if takeable else None)
 
     def hold(self, match: PoolMatch, blocks: int) -> Reservation:
-        """Hold what a match found, and choose who gives way to the others of so many ``blocks``.
+        """Hold the matched blocks, and choose victims to make room for the others of ``blocks``.
 
-        The match is one for which ``fitting`` found room. Nothing is evicted before ``settle``.
+        ``fitting`` must have checked the match. Nothing is evicted before ``settle``.
 
         Raises
         ------
         OutOfBlocks, BlocksBusy
-            There are not that many, or not before copies under way have ended; nothing was
-            changed, and the match was forgone.
+            There are not enough slots, or not before copies in flight have ended. Nothing was
+            changed, and the match was given up.
         """
         self._retainer.expire()
         ledger, slot = self._ledger, self._ledger.nodes.slot
@@ -259,18 +259,18 @@ class Serving:
         short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short) if short else []
         hold = Reservation(match, kept, idle, stamps, victims, fresh)
-        if len(victims) < short:  # something that is held keeps others from being leaves
+        if len(victims) < short:  # a held block keeps its idle ancestors from being leaves
             self.cancel(hold)
             raise ledger.lacking(fresh, fresh - short + len(victims), gather(slot, kept))
         return hold
 
     def room(self, fresh: int) -> list[DeviceSlot]:
-        """``hold`` and ``settle`` where nothing was matched.
+        """Do ``hold`` and ``settle`` in one call, without a match; return ``fresh`` slots.
 
         Raises
         ------
         OutOfBlocks, BlocksBusy
-            See there.
+            See ``hold`` and ``settle``.
         """
         self._retainer.expire()
         ledger, leaving = self._ledger, len(self._moves.leaving)
@@ -292,7 +292,7 @@ class Serving:
         return ledger.take(fresh)
 
     def cancel(self, hold: Reservation) -> None:
-        """Undo ``hold``: every block is where it was in the order, and the match is forgone."""
+        """Undo ``hold``: put all blocks back into the order of eviction, and give up the match."""
         ledger = self._ledger
         ledger.order.unselect(hold.victims)
         for node in hold.kept:  # one by one, since a block may be held twice
@@ -301,14 +301,15 @@ class Serving:
         self.forgo(hold.match)
 
     def settle(self, hold: Reservation) -> list[DeviceSlot]:
-        """Evict whom ``hold`` chose and hand the fresh slots out, one reference each.
+        """Evict the victims that ``hold`` chose; return the fresh slots, one reference each.
 
-        The caller owns a reference to each block that was held.
+        The caller also owns a reference to each block that ``hold`` held.
 
         Raises
         ------
         BlocksBusy
-            Some slots are still being read; nothing is held, ask again when that has landed.
+            Some slots are still being read. Nothing is held; try again when these copies have
+            landed.
         """
         if hold.victims:
             self._moves.evict(hold.victims)
@@ -323,7 +324,7 @@ class Serving:
         return self._ledger.take(hold.fresh) if hold.fresh else []
 
     def undo(self, hold: Reservation, slots: Sequence[DeviceSlot]) -> None:
-        """Give back what ``settle`` gave, which was not used: the match is forgone."""
+        """Give back the unused slots and blocks of ``settle``, and give up the match."""
         self._ledger.stats.allocated -= hold.fresh
         self._ledger.release(slots)
         self._ledger.release(gather(self._ledger.nodes.slot, hold.kept))
@@ -338,9 +339,9 @@ class Serving:
         blocks: int,
         wanted: Callable[[int, int], Sequence[Retain | None] | None],
     ) -> ServedPrompt:
-        """Bring or copy what has to be for a prompt of so many ``blocks``, which got ``slots``.
+        """Begin the loads and copies for a prompt of ``blocks`` blocks, which got ``slots``.
 
-        ``wanted`` is what it asks for its blocks from one number to another.
+        ``wanted(first, end)`` returns the retention that it asks for these blocks.
         """
         rows, moves, fresh = self._ledger.nodes, self._moves, iter(slots)
         table = gather(rows.slot, match.nodes)
@@ -382,20 +383,22 @@ class Serving:
         )
 
     def copy(self, source: DeviceSlot, target: DeviceSlot, tokens: int) -> BlockCopy:
-        """Have the engine copy; takes the caller's reference to the source over."""
+        """Return a copy for the engine to make; it takes over the caller's source reference."""
         self._ledger.retain([target])
         return BlockCopy(source, target, tokens, self._moves.arriving.get(source))
 
     def writable(self, slot: DeviceSlot) -> bool:
-        """Whether a held slot may be written: nobody else holds or finds it."""
+        """Return whether a held slot may be written: it has one reference and is not cached."""
         ledger = self._ledger
         return ledger.refs[slot] == 1 and ledger.index.node_at[slot] == NO_NODE
 
     def takeable(self, slots: Sequence[DeviceSlot], fresh: int) -> list[BlockKey | None]:
-        """The keys of the blocks in ``slots`` that whoever holds them is to take over, else None.
+        """Return, for each slot, the key of its block if the only holder should take it over.
 
-        Where ``fresh`` slots are to be had, a copy's among them, others keep all of several, and a
-        block that is to be copied, or that others follow.
+        Else the entry is None. ``fresh`` is the number of slots needed, including those for copies.
+        If there are so many, a block is taken over only under three conditions: it is the only one
+        of ``slots``, no block follows it, and the pool does not copy partial blocks. All others
+        stay cached.
         """
         ledger, rows = self._ledger, self._ledger.nodes
         has_room = bool(slots) and self._fits((), fresh)
@@ -410,15 +413,15 @@ class Serving:
         return keys
 
     def take_over(self, key: BlockKey, *, force: bool = False) -> DeviceSlot:
-        """Whoever holds the slot of this leaf will write on in it: it is not cached here any more.
+        """Remove a leaf from the device's cache, so that the holder of its slot can write to it.
 
-        The slot is the caller's own afterwards. With ``force`` it need not be a leaf: unless a tier
-        has the block, all that follow it are forgotten.
+        Return the slot, which then belongs to the caller alone. With ``force`` the block need not
+        be a leaf: unless a tier has it, all blocks that follow it are forgotten.
 
         Raises
         ------
         NotHeld
-            The block is not on the device, or is not held by one caller alone.
+            The block is not on the device, or does not have exactly one reference.
         PoolError
             Other blocks follow it.
         """
@@ -437,19 +440,19 @@ class Serving:
             self._moves.drop([node], "taken")
         return slot
 
-    # ---- blocks on their way here
+    # ---- blocks that are being loaded
 
     def observe(self, observer: Callable[[Ticket, bool], None]) -> None:
-        """Have each copy to the device that is over told, and whether the bytes are there."""
+        """Call ``observer`` when a copy to the device ends, with whether the bytes arrived."""
         self._moves.observers.append(observer)
 
     def arriving(self, slots: Iterable[DeviceSlot]) -> list[Ticket]:
-        """The copies that still write some of these slots."""
+        """Return the copies that still write any of these slots."""
         arriving = self._moves.arriving
         return [*{arriving[slot]: None for slot in slots if slot in arriving}] if arriving else []
 
     def united(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> list[DeviceSlot]:
-        """The slots to use for these blocks, where others were complete before they arrived."""
+        """Return the slots to use: those of equal blocks that were complete before them."""
         moves, result = self._moves, list(slots)
         for at, slot in enumerate(slots) if moves.supplanted else ():
             found = self._ledger.index.match(keys[at : at + 1]) if slot in moves.supplanted else []
@@ -461,14 +464,14 @@ class Serving:
 def reserve(
     pools: Sequence[Serving], matches: Sequence[PoolMatch], blocks: Sequence[int]
 ) -> list[tuple[PoolMatch, list[DeviceSlot]]]:
-    """Reserve so many blocks in every pool, then evict in every pool; or nothing in any.
+    """Reserve ``blocks`` in every pool, then evict in every pool; or change nothing in any.
 
-    What to use of each match, and the fresh slots.
+    Return the match and the fresh slots of each pool.
 
     Raises
     ------
     OutOfBlocks, BlocksBusy
-        See ``Serving``; nothing is held, and every match was forgone.
+        See ``Serving``. Nothing is held, and all matches were given up.
     """
     holds: list[Reservation] = []
     slots: list[list[DeviceSlot]] = []

@@ -1,4 +1,4 @@
-"""Device slots: which are free, and how often each of the others is referenced."""
+"""Device slots: the free ones, and the number of references to the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot
 
 
 class FreeSlots:
-    """Slots with nothing of use in them, in the order in which they are handed out."""
+    """Slots without useful content, in the order in which they are handed out."""
 
     __slots__ = ("_at", "_slots")
 
     def __init__(self, slots: Iterable[int]) -> None:
         self._slots = cast("list[DeviceSlot]", list(slots))
         self._at = 0
-        """Where the first one is; what comes before it is room."""
+        """Index of the first one; the entries before it are spare room."""
 
     def __len__(self) -> int:
         return len(self._slots) - self._at
@@ -27,7 +27,7 @@ class FreeSlots:
         return iter(self._slots[self._at :])
 
     def take(self, count: int) -> list[DeviceSlot]:
-        """The first ``count`` of them, as many as there are at most."""
+        """Remove and return the first ``count`` of them; there must be enough."""
         slots, at = self._slots, self._at
         end = at + count
         taken = slots[at:end]
@@ -39,11 +39,11 @@ class FreeSlots:
         return taken
 
     def add(self, slots: Sequence[DeviceSlot]) -> None:
-        """Hand these out after all others, in their order."""
+        """Add slots that are handed out after all others, in this order."""
         self._slots.extend(slots)
 
     def add_front(self, slots: Sequence[DeviceSlot]) -> None:
-        """Hand these out before all others, in their order."""
+        """Add slots that are handed out before all others, in this order."""
         at, count = self._at, len(slots)
         if at < count:
             more = count + len(self) // 2
@@ -54,7 +54,7 @@ class FreeSlots:
 
 
 class References:
-    """How often each slot is referenced."""
+    """Number of references to each slot."""
 
     __slots__ = ("_counts", "_held")
 
@@ -63,22 +63,22 @@ class References:
         self._held = 0
 
     def __len__(self) -> int:
-        """How many slots are referenced."""
+        """Return how many slots are referenced."""
         return self._held
 
     def __contains__(self, slot: DeviceSlot) -> bool:
         return self[slot] > 0
 
     def __getitem__(self, slot: DeviceSlot) -> int:
-        """How often; 0 for what is no slot."""
+        """Return the references to a slot; 0 for a number that is no slot."""
         return self._counts[slot] if 0 <= slot < len(self._counts) else 0
 
     def held(self) -> dict[DeviceSlot, int]:
-        """All that are referenced; O(n)."""
+        """Return all referenced slots with their counts; O(n)."""
         return {DeviceSlot(slot): count for slot, count in enumerate(self._counts) if count}
 
     def all_held(self, slots: Sequence[DeviceSlot]) -> bool:
-        """Whether each of ``slots`` is referenced."""
+        """Return whether each of ``slots`` is referenced."""
         counts, size = self._counts, len(self._counts)
         for slot in slots:  # noqa: SIM110 - a generator costs as much as all else
             if not (0 <= slot < size and counts[slot]):
@@ -86,16 +86,16 @@ class References:
         return True
 
     def none_held(self, slots: Sequence[DeviceSlot]) -> bool:
-        """Whether none of these slots, each of which is one, is referenced."""
+        """Return whether none of ``slots`` is referenced; each must be a valid slot."""
         return sum(gather(self._counts, slots)) == 0
 
     def first(self, slots: Sequence[DeviceSlot]) -> None:
-        """Reference each of ``slots``, which nobody references, once."""
+        """Add the first reference to each of ``slots``, which must have none."""
         fill(self._counts, slots, 1)
         self._held += len(slots)
 
     def add(self, slots: Sequence[DeviceSlot]) -> None:
-        """Reference each of ``slots`` once more."""
+        """Add a reference to each of ``slots``."""
         counts, new = self._counts, 0
         for slot in slots:
             count = counts[slot]
@@ -105,12 +105,12 @@ class References:
         self._held += new
 
     def drop(self, slots: Sequence[DeviceSlot]) -> Sequence[DeviceSlot]:
-        """Reference each of ``slots`` once less; those that nobody references then, in order.
+        """Drop a reference to each of ``slots``; return those without references, in order.
 
         Raises
         ------
         NotHeld, TypeError
-            A slot is not referenced, or named twice, or no integer; nothing was changed.
+            A slot is not referenced, or given twice, or not an integer; nothing was changed.
         """
         counts, size = self._counts, len(self._counts)
         if drop_ones(counts, slots):
@@ -120,7 +120,7 @@ class References:
         for at, slot in enumerate(slots):
             try:
                 count = counts[slot] if 0 <= slot < size else 0
-            except TypeError:  # no integer
+            except TypeError:  # not an integer
                 self._undo(slots[:at], shared)
                 raise
             if count == 1:

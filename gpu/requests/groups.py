@@ -1,4 +1,4 @@
-"""Groups of layers that share one block shape and window, and which blocks a prefix needs."""
+"""Groups of layers with one block shape and window; the blocks that a prefix needs in each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvladder.policy.numbers import settle
 Kind = Literal["full", "window", "state"]
 
 SIZES: Final = "a power of two above 1"
-"""How many tokens the blocks of a pool may have."""
+"""Allowed numbers of tokens per block, as text for errors."""
 
 
 def is_size(tokens: int) -> bool:
-    """Whether the blocks of a pool may have so many tokens."""
+    """Return whether a pool's blocks may have this many tokens."""
     return tokens > 1 and not tokens & (tokens - 1)
 
 
@@ -29,15 +29,16 @@ class Group:
     Parameters
     ----------
     name:
-        Names the group for people, and its blocks in keys.
+        Name of the group, for people and in the keys of its blocks.
     block_tokens:
-        Tokens per block, a power of two above 1; groups may differ in it.
+        Tokens per block, a power of two above 1; groups may have different ones.
     kind:
-        ``full``: a token reads all tokens before it. ``window``: itself and ``window - 1`` before
-        it. ``state``: the recurrent state after the token before it; a block is the state after
-        its last token, so the states at multiples of ``block_tokens`` are checkpoints.
+        ``full``: a token reads all tokens before it. ``window``: a token reads itself and the
+        ``window - 1`` tokens before it. ``state``: a token reads the recurrent state after the
+        token before it. A block is then the state after its last token, so the states at multiples
+        of ``block_tokens`` are checkpoints.
     window:
-        Tokens, 1 or more, for a window.
+        Tokens of the window, 1 or more; 0 for other kinds.
 
     Raises
     ------
@@ -60,20 +61,20 @@ class Group:
             raise ConfigError(what, path=self.name, hint=SIZES)
 
     def first(self, end: int) -> int:
-        """The first block that is read when ``end`` tokens are computed."""
+        """Return the first block that is read to compute the token behind the first ``end``."""
         if self.kind == "full":
             return 0
         back = 1 if self.kind == "state" else self.window - 1
         return max(0, end - back) // self.block_tokens
 
     def keeps(self, end: int) -> int:
-        """The first block that a sequence keeps then: enough to rewind by a block."""
+        """Return the first block that a sequence keeps at ``end``: it can rewind by one block."""
         return self.first(max(0, end - self.block_tokens))
 
     def holes(self, present: Sequence[bool]) -> list[int]:
-        """By ``n``, one of the first ``n`` blocks that is not present, or -1 if all are.
+        """Return, for each ``n``, an absent block among the first ``n``, or -1 if none is absent.
 
-        The first where all are read, so that nobody goes through the others; else the last.
+        With full attention it is the first absent block, which ends the prefix; else the last one.
         """
         if self.kind == "full":
             whole = next((at for at, here in enumerate(present) if not here), len(present))
@@ -82,11 +83,11 @@ class Group:
         return list(accumulate(absent, max, initial=-1))
 
     def serves(self, holes: Sequence[int], shared: Shared, end: int, step: int) -> int:
-        """The longest prefix up to ``end`` tokens that the cached blocks can serve.
+        """Return the length of the longest prefix, up to ``end`` tokens, that cached blocks serve.
 
-        A multiple of ``step``, as ``end`` is; it needs every block that is read after it, and of
-        the block that it cuts short, one that shares its tokens. ``holes`` are those of the group's
-        blocks.
+        The result and ``end`` are multiples of ``step``. The prefix needs every block that the next
+        token reads. If it ends within a block, a cached block must begin with that part's tokens.
+        ``holes`` are those of the group's blocks.
         """
         size = self.block_tokens
         while end:
@@ -101,7 +102,7 @@ class Group:
 
 
 Shared = Callable[[int], int]
-"""By block, with how many of its tokens, but not all, a cached one begins that can be used."""
+"""Returns how many leading tokens of a block, but not all, a usable cached block has."""
 
 
 def served_by_all(
@@ -111,12 +112,13 @@ def served_by_all(
     end: int,
     step: int,
 ) -> int:
-    """The longest prefix up to ``end`` tokens that every group can serve, a multiple of ``step``.
+    """Return the length of the longest prefix, up to ``end``, that every group can serve.
 
-    Reads a few numbers per step of the prompt, whatever is missing where.
+    It is a multiple of ``step``. The cost is a few numbers per step of the prompt, no matter which
+    blocks are missing.
     """
     found = list(zip(groups, holes, shared, strict=True))
-    found.sort(key=lambda one: one[0].kind != "full")  # these say the most at once
+    found.sort(key=lambda one: one[0].kind != "full")  # full attention shortens it most at once
     before = -1
     while before != end:
         before = end
@@ -132,18 +134,18 @@ class Layer(ResourceHandler):
     Parameters
     ----------
     heads, head_dim:
-        Of keys and values; a latent is one head.
+        Number and size of the heads of keys and values; a latent is one head.
     dtype:
-        A name in ``ITEM_BYTES``.
+        Name of the element type, a key of ``ITEM_BYTES``.
     window:
-        How many tokens a token reads, itself included; None for all.
+        Number of tokens that a token reads, itself included; None for all.
     factor:
         2 for keys and values, 1 for one latent vector per token (MLA).
     layout:
-        The order of what is in a block: ``nhd`` has all heads of a token together, ``hnd`` all
-        tokens of a head; another name is an engine's own, for memory that it lays out itself.
+        Order within a block: ``nhd`` has all heads of a token together, ``hnd`` all tokens of a
+        head. Any other name means an engine's own layout of memory that it manages itself.
     side_bytes:
-        Per token and head, of buffers that travel with the block, such as quantization scales.
+        Bytes per token and head of buffers that travel with the block, such as quantization scales.
     """
 
     kind: ClassVar[Kept] = "paged"
@@ -169,33 +171,33 @@ class Layer(ResourceHandler):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: ``factor x heads x (head_dim x itemsize)`` and side buffers."""
+        """Bytes of one token: ``factor x heads x (head_dim x itemsize)``, plus side buffers."""
         return self.size_bytes(1) + self.heads * self.side_bytes
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """``[factor, tokens, heads, head_dim]``, or ``[factor, heads, tokens, head_dim]``."""
+        """Return ``[factor, tokens, heads, head_dim]``; for ``hnd``, heads come before tokens."""
         inner = (self.heads, tokens) if self.layout == "hnd" else (tokens, self.heads)
         return self.factor, *inner, self.head_dim
 
     def family(self) -> Hashable:
-        """All but the heads, the window and what travels along."""
+        """Return all properties except the heads, the window and the side buffers."""
         return self.head_dim, self.dtype, self.factor, self.layout
 
     def check(self, others: Mapping[str, ResourceHandler]) -> None:
-        """A latent has one head."""
+        """Raise PlanError if a latent has more than one head."""
         if self.factor == 1 and self.heads != 1:
             raise PlanError(f"a latent of {self.heads} heads", path=self.name, hint="1 head")
 
     @classmethod
     def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
-        """Keys and values, what stands for both, and an indexer's keys."""
+        """Yield handlers of a layer's keys and values, or its latent, and of an indexer's keys."""
         keys = getattr(layer, "keys", None)
         if keys is not None:
             window = getattr(layer, "sliding_window", None)
             heads, key_size, value_size = keys.shape[1], keys.shape[-1], layer.values.shape[-1]
             if key_size == value_size:
                 yield cls(f"{at}.kv", heads, key_size, type_name(keys), window)
-            else:  # a latent and what is rotated, or heads of two sizes
+            else:  # a latent with its rotated part, or heads of two sizes
                 size = heads * (key_size + value_size)
                 yield cls(f"{at}.latent", 1, size, type_name(keys), window, factor=1)
         indexer = getattr(layer, "indexer_keys", None)
@@ -205,7 +207,7 @@ class Layer(ResourceHandler):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a pool: equal in window, heads, head size, type and layout."""
+    """Layers that share a pool, with equal window, heads, head size, type and layout."""
 
     group: Group
     layers: tuple[Layer, ...]
@@ -219,14 +221,14 @@ class LayerGroup:
 def group_layers(
     layers: Sequence[Layer], *, block_tokens: int, max_tokens: int
 ) -> list[LayerGroup]:
-    """The pools of a model, in the order of their first layers.
+    """Group a model's layers into pools; return these in the order of their first layers.
 
-    A window that holds ``max_tokens``, the longest sequence, is full attention.
+    A window of ``max_tokens`` (the longest sequence) or more counts as full attention.
 
     Raises
     ------
     PlanError
-        There are no layers, or two of one name.
+        There are no layers, or two layers have the same name.
     """
     if not layers or len({layer.name for layer in layers}) < len(layers):
         raise PlanError(f"{len(layers)} layers", hint="one or more, each with a name of its own")

@@ -1,4 +1,4 @@
-"""Requests over the pools of a model, one per group: one prefix for all, a table of blocks each."""
+"""Requests over a model's pools, one per group: one prefix for all, and a block table for each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvladder.policy.retention import Retention
 
 
 class Request:
-    """One running request: a sequence per group. Made and changed by ``Requests`` alone.
+    """One running request: a sequence per group. Only ``Requests`` creates and changes it.
 
-    ``parts[g]`` is the :class:`KVSequence` of group ``g``; all have the same tokens.
+    ``parts[g]`` is the :class:`KVSequence` of group ``g``. All parts have the same tokens.
     """
 
     __slots__ = ("parts", "session")
@@ -26,71 +26,72 @@ class Request:
     def __init__(self, parts: Sequence[KVSequence]) -> None:
         self.parts = tuple(parts)
         self.session: str | None = None
-        """The session that it was said to belong to, see ``belongs``."""
+        """Session that it belongs to, set by ``belongs``."""
 
     def belongs(self, session: str) -> None:
-        """Note its session."""
+        """Set its session."""
         self.session = session
 
     @property
     def runs(self) -> list[Sequence[BlockKey]]:
-        """By group, its whole blocks, as far as they are computed."""
+        """Keys of its whole computed blocks, by group."""
         return [part.keys[: part.computed // part.block_tokens] for part in self.parts]
 
     @property
     def tokens(self) -> Sequence[int]:
-        """All token ids, those included whose KV is not there yet."""
+        """All token ids, including those without KV so far."""
         return self.parts[0].tokens
 
     @property
     def cached(self) -> int:
-        """How many tokens of the prompt were served from the cache."""
+        """Number of prompt tokens that were served from the cache."""
         return self.parts[0].cached
 
     @property
     def computed(self) -> int:
-        """How many leading tokens have their KV in the blocks."""
+        """Number of leading tokens that have their KV in the blocks."""
         return self.parts[0].computed
 
     @property
     def tables(self) -> list[list[DeviceSlot]]:
-        """By group, the slot of each block; ``NO_SLOT`` (-1) before what a window still reads."""
+        """Slot of each block, by group; ``NO_SLOT`` (-1) for blocks that a window has passed."""
         return [part.table for part in self.parts]
 
     @property
     def copies(self) -> list[tuple[int, BlockCopy]]:
-        """``(group, copy)`` that the engine makes before it runs the request, then ``copied``.
+        """Copies ``(group, copy)`` that the engine must make before it runs the request.
 
-        Of a state the whole block is copied, whatever the copy's ``tokens``.
+        It then calls ``copied``. For a state, the engine copies the whole block and ignores the
+        copy's ``tokens``.
         """
         return [(group, copy) for group, part in enumerate(self.parts) for copy in part.copies]
 
     @property
     def ready(self) -> bool:
-        """Whether all cached bytes are in place, so that the engine may run it."""
+        """True if all cached bytes are in place, so that the engine may run it."""
         return all(part.ready for part in self.parts)
 
     @property
     def arriving(self) -> bool:
-        """Whether blocks are still on their way from a tier: poll, and ask again."""
+        """True if blocks are still being loaded from a tier: poll, and look again."""
         return any(part.waits for part in self.parts)
 
     def require_ready(self) -> None:
-        """Raise NotHeld if it was released, NotReady if its bytes are not in place."""
+        """Raise NotHeld if it was released, or NotReady if its bytes are not in place."""
         for part in self.parts:
             part.require_ready()
 
     @property
     def lost(self) -> bool:
-        """Whether to release the request and begin it anew.
+        """True if the caller must release the request and begin it again.
 
-        A block did not arrive, or blocks have had other names since it began.
+        A block did not arrive, or blocks were renamed since the request began.
         """
         return any(part.lost for part in self.parts)
 
 
 class CachedPrefix:
-    """What one group has cached of a prompt, whose first ``limit`` tokens may be served."""
+    """Cached blocks of one group for a prompt; its first ``limit`` tokens may be served."""
 
     def __init__(self, group: Group, pool: Serving, part: KVSequence, limit: int) -> None:
         self.group = group
@@ -98,7 +99,7 @@ class CachedPrefix:
         blocks = limit // group.block_tokens
         self._present = part.present(blocks)
         self._followed = pool.followed([part.root.key, *part.keys[:blocks]], part.root)
-        """By block, whether one is known in its place that may be matched in part."""
+        """True for each block that a known block may match in part."""
         self._shared: dict[int, int] = {}
         self.holes = group.holes(self._present)
 
@@ -112,12 +113,12 @@ class CachedPrefix:
         return self._shared[block]
 
     def reach(self, end: int) -> PoolMatch:
-        """What serves so many tokens, which must be given to ``hold`` or ``forgo``."""
+        """Return the match for ``end`` tokens; it must be passed to ``hold`` or ``forgo``."""
         first, last = self.group.first(end), end // self.group.block_tokens
         return self._pool.reach(self._part.content(first, last, end), first)
 
     def lacks(self, match: PoolMatch, end: int) -> None:
-        """A tier that had what serves so many tokens gave no more than this."""
+        """Note that a tier delivers no more than this match, less than the ``end`` it promised."""
         block = match.first + len(match.nodes)
         if block < end // self.group.block_tokens:
             self._present[block] = False
@@ -129,21 +130,21 @@ class CachedPrefix:
 class Requests:
     """Running requests of one model. Calls come from the pools' thread and never wait.
 
-    An engine begins a request with its prompt, waits until it is ``ready``, makes its ``copies``
-    and says ``copied``, computes what was not cached, says so by ``commit``, appends what it
-    generates, and releases the request. What raises leaves all groups as they were, except that
-    blocks nobody held may have been evicted.
+    An engine begins a request with its prompt. It waits until the request is ``ready``, makes its
+    ``copies`` and calls ``copied``. It computes the tokens that were not cached, calls ``commit``
+    for them, appends the tokens that it generates, and in the end releases the request. A call that
+    raises leaves all groups unchanged, except that idle blocks may have been evicted.
 
-    A prompt may be computed a part at a time: ``begin(room=n)``, then ``extend`` and ``commit``
-    in turn. A window's pool then needs room for the window and one such part only.
+    A prompt may be computed in parts: ``begin(room=n)``, then ``extend`` and ``commit`` in turn. A
+    window's pool then needs room only for the window and one such part.
 
     Parameters
     ----------
     groups, sequences:
-        What each group is, and its sequences, in the same order. The pool of a window or a state
-        is not ``chained``; of a state ``partial`` is off.
+        The groups and their sequences, in the same order. The pool of a window or a state is not
+        ``chained``; the pool of a state has ``partial`` off.
     reuse:
-        Whether blocks are served to later requests, see ``CachePlan.no_reuse``.
+        True if blocks are served to later requests, see ``CachePlan.no_reuse``.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Requests:
         self._listener: Callable[[Request], object] | None = None
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
-        """After so many tokens blocks of all groups end."""
+        """Blocks of all groups end together at multiples of this many tokens."""
         self._single = len(groups) == 1 and groups[0].kind == "full"
         matched_whole: list[int] = []
         for group, one in zip(groups, sequences, strict=True):
@@ -167,14 +168,14 @@ class Requests:
             if settings.partial == "off":
                 matched_whole.append(group.block_tokens)
         self._grain = lcm(*matched_whole)
-        """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
+        """Granularity in tokens of the cached prefixes of several groups, or of a window."""
 
         self.on_begin: Callable[[], object] | None = None
         """Called before a request begins."""
         self.lacking: list[int] = []
-        """By group, tokens that all others could have served, counted since ``watch``.
+        """Tokens that only this group could not serve, by group, counted since ``watch``.
 
-        Those of a pool that evicted what other pools kept.
+        Its pool evicted blocks that the other pools kept.
         """
 
     # ---- begin
@@ -191,29 +192,29 @@ class Requests:
         room: int | None = None,
         prompt_tokens: int | None = None,
     ) -> Request:
-        """A request for this prompt, with slots for all of it and the cached prefix in place.
+        """Return a request for this prompt, with its cached prefix and slots for all its tokens.
 
-        The caller owns it until ``release``. The prefix is the longest that every group can serve:
-        at most all tokens but the last, since the logits of that one are needed; ``cached_max``
-        bounds it further.
+        The caller owns it until ``release``. The prefix is the longest that every group can serve.
+        It never includes the last token, since the logits of that token are needed; ``cached_max``
+        limits it further.
 
         Parameters
         ----------
         tokens:
             The prompt, 1 token or more.
         retention:
-            Priorities of its blocks. What it says of cached blocks replaces what they had.
+            Priorities of its blocks. They replace the priorities of cached blocks.
         salt, lora, extra:
-            What tells its content from that of others with the same tokens.
+            Identity of the content beyond its tokens.
         room:
-            Slots for so many tokens behind the cached ones; None for all. ``extend`` gets more.
+            Tokens behind the cached ones that get slots; None for all. ``extend`` gets more.
         prompt_tokens:
             How many of the tokens are the prompt; the others were generated. None for all.
 
         Raises
         ------
         OutOfBlocks, BlocksBusy
-            There is no room, or not yet; nothing is held.
+            There is no room, or none yet; nothing is held.
         ValueError
             There are no tokens, or an argument is out of its range; nothing was changed.
         """
@@ -235,10 +236,10 @@ class Requests:
     def _find(
         self, parts: Sequence[KVSequence], limit: int, more: int
     ) -> tuple[list[PoolMatch], list[int]]:
-        """The longest prefix that all groups can serve, and have room for as far as it is copied.
+        """Return matches for the longest prefix that all groups can serve, and blocks by group.
 
-        What only tiers hold is claimed. And by group, how many blocks there are for it and so many
-        tokens ``more``.
+        A block that must be copied is used only if there is room for the copy. Blocks that only
+        tiers hold are claimed. The block counts cover the prefix and ``more`` tokens behind it.
         """
         while True:
             matches = [self._reach(parts[0], limit)] if self._single else self._match(parts, limit)
@@ -255,17 +256,17 @@ class Requests:
                 for match, group in zip(matches, self.groups, strict=True)
             ]:
                 return fitted, blocks
-            # what is not copied into one group is of no use in any other
+            # A part that one group cannot copy is of no use in the others: search again below it.
             for pool, match in zip(self._pools, fitted, strict=True):
                 pool.forgo(match)
             limit = min(ends)
 
     def _reach(self, part: KVSequence, limit: int) -> PoolMatch:
-        """The longest prefix of a single group that reads all tokens."""
+        """Return the longest match of a single group of full attention."""
         return self._pools[0].reach(part.content(0, limit // part.block_tokens, limit))
 
     def _match(self, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
-        """The longest prefix that all groups can serve; what only tiers hold is claimed."""
+        """Return the longest match that all groups can serve; blocks only in tiers are claimed."""
         end = limit // self._grain * self._grain
         kept = [
             CachedPrefix(group, pool, part, end)
@@ -289,21 +290,21 @@ class Requests:
                 pool.forgo(match)
 
     def rename(self, mark: str) -> None:
-        """Name blocks by this mark, too, from now on; without one, as at first.
+        """Include this mark in the names of blocks from now on; an empty one restores the first.
 
-        What pools have cached is forgotten there; tiers keep it under the names that it has.
-        Requests of before are ``lost``, and no block of theirs is stored any more.
+        Pools forget their cached blocks. Tiers keep theirs under the old names. Requests that began
+        before are ``lost``, and none of their blocks is stored any more.
         """
         for one in self.sequences:
             one.pool.reset(tiers=False)
             one.rename(mark)
 
     def watch(self) -> None:
-        """Count what pools lack from now on."""
+        """Reset ``lacking``, and count from now on."""
         self.lacking = [0] * len(self.groups)
 
     def _blame(self, kept: Sequence[CachedPrefix], most: int, end: int) -> None:
-        """Count what is not served since one group alone lacks it."""
+        """Count, for each group, the tokens that could be served if it lacked nothing."""
         for at in range(len(kept)):
             others = [one for number, one in enumerate(kept) if number != at]
             groups, holes = [one.group for one in others], [one.holes for one in others]
@@ -311,15 +312,15 @@ class Requests:
             self.lacking[at] += served_by_all(groups, holes, shared, most, self._grain) - end
 
     def restore(self, parts: Sequence[KVSequence]) -> tuple[Request, list[int]]:
-        """A request whose blocks are elsewhere, with as many slots as it had.
+        """Return a request with slots again after its blocks were moved elsewhere.
 
-        And by group, how many of its first slots still hold its blocks: the others are to be
-        filled.
+        Also return, by group, how many of its first slots still hold its blocks. The caller fills
+        the others.
 
         Raises
         ------
         OutOfBlocks, BlocksBusy
-            There is no room, or not yet; nothing is held.
+            There is no room, or none yet; nothing is held.
         """
         both = list(zip(self._pools, parts, strict=True))
         matches = [pool.match(part.keys[part.first : part.stored]) for pool, part in both]
@@ -329,29 +330,29 @@ class Requests:
         return Request(parts), [len(match.nodes) for match in matches]
 
     def copied(self, request: Request) -> None:
-        """The engine made the copies, or ordered them before all it does from now on."""
+        """Report that the copies were made, or are ordered before the engine's later work."""
         for part in request.parts:
             part.copied()
 
     # ---- run
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
-        """The request goes on with ``tokens``: there are slots to write their KV to.
+        """Add ``tokens`` to the request, and slots to write their KV to.
 
-        What others share or may reuse is not written: the block that is cut short becomes one of
-        the request's own first, with a copy to be made of what is in it.
+        Shared and reusable blocks are never written. If the request's last block is one and is only
+        partly filled, the request first gets a block of its own, and a copy to make.
 
         Raises
         ------
         NotHeld, NotReady
             The request was released, or is not ready.
         OutOfBlocks, BlocksBusy
-            There is no room, or not yet; nothing was changed.
+            There is no room, or none yet; nothing was changed.
         """
         self._grow(request, tokens, None)
 
     def extend(self, request: Request, end: int) -> None:
-        """See to it that there are slots for the first ``end`` tokens; raises like ``append``."""
+        """Get slots for the first ``end`` tokens, as far as they lack; raise like ``append``."""
         self._grow(request, (), end)
 
     def _grow(self, request: Request, tokens: Sequence[int], end: int | None) -> None:
@@ -365,10 +366,11 @@ class Requests:
             part.grow(growth, given)
 
     def commit(self, request: Request, computed: int) -> None:
-        """The KV of the first ``computed`` tokens is complete: whole blocks can be reused by all.
+        """Report that the KV of the first ``computed`` tokens is complete.
 
-        Blocks that a window has passed leave the request; they stay cached. Slots of the tables
-        change where others have the same content already, see ``BlockPool.commit``.
+        Other requests can reuse these whole blocks. The request releases blocks that a window has
+        passed, which stay cached. Where the same content is cached already, the table changes to
+        that slot, see ``BlockPool.commit``.
 
         Raises
         ------
@@ -386,17 +388,17 @@ class Requests:
             part.leave(group.keeps(computed))
 
     def rewind(self, request: Request, count: int) -> None:
-        """Take the last ``count`` tokens back; blocks that hold none of the others are released.
+        """Remove the last ``count`` tokens, and release blocks that are empty then.
 
         Raises
         ------
         NotHeld, NotReady
             The request was released, or is not ready.
         ValueError
-            There are not that many; nothing was changed.
+            There are fewer tokens; nothing was changed.
         PoolError
-            A window has passed what would be read then, or a state would have to be one that is
-            no checkpoint; nothing was changed.
+            A window has passed blocks that would be read then, or there is no checkpoint of a
+            state at that point; nothing was changed.
         """
         request.require_ready()
         count = whole(count, "count")
@@ -414,18 +416,18 @@ class Requests:
             part.rewind(left)
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        """``count`` more requests with the same tokens, which share all of its blocks.
+        """Return ``count`` more requests with the same tokens, which share all of its blocks.
 
-        The caller owns each. Whoever first appends to a block that is cut short gets one of its
-        own, the last to do so keeps the shared one.
+        The caller owns each. If the last block is partly filled, each request that appends to it
+        gets a copy, and the last of them keeps the shared block.
 
         Raises
         ------
         NotHeld, NotReady
             The request was released, or is not ready.
         PoolError
-            There is a state, and tokens that are not computed: whoever computed them would change
-            it under the others. Nothing was changed.
+            There is a state, and tokens that are not computed: computing them would change the
+            shared state. Nothing was changed.
         """
         request.require_ready()
         states = any(group.kind == "state" for group in self.groups)
@@ -437,14 +439,14 @@ class Requests:
         return [Request([part.fork() for part in request.parts]) for _ in range(count)]
 
     def listen(self, listener: Callable[[Request], object]) -> None:
-        """Have ``listener`` told of each request that is about to be released, with its blocks."""
+        """Call ``listener`` with each request before it is released, while it has its blocks."""
         self._listener = listener
 
     def release(self, request: Request, *, store: bool = True) -> None:
-        """The request is over: its blocks may be reused, the last first.
+        """End the request: its blocks may be evicted, the last first.
 
-        With ``store`` the block that is cut short is kept for others too, as far as it is
-        computed, unless partial matches are off. Copies that were not reported stay under way.
+        With ``store`` the computed part of a partly filled last block stays cached too, unless
+        partial matches are off. Copies not yet reported by ``copied`` stay in flight.
 
         Raises
         ------

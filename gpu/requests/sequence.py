@@ -1,4 +1,4 @@
-"""Running sequences: the tokens of a request, and the blocks of one pool that hold their KV."""
+"""Running sequences: a request's tokens, and the blocks of one pool that hold their KV."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvladder.policy.retention import Retention
 
 
 class Sequences:
-    """What the running sequences of one pool share. Calls come from the pool's thread.
+    """State that the running sequences of one pool share. Calls come from the pool's thread.
 
     Parameters
     ----------
     pool:
-        Whose blocks they use.
+        The pool of their blocks.
     scheme:
         Makes the keys; its blocks have the pool's size.
     """
@@ -45,7 +45,7 @@ class Sequences:
         self.serving = pool.serving
         self.scheme = self._first = scheme
         self._root = Root(scheme.root())
-        """Of most requests; to make its key takes long."""
+        """Root of most requests, kept because its key is slow to compute."""
         self._waiting: dict[Ticket, list[KVSequence]] = {}
         self.serving.observe(self._landed)
 
@@ -60,12 +60,12 @@ class Sequences:
         *,
         storing: bool,
     ) -> KVSequence:
-        """A sequence that has its keys and no blocks yet."""
+        """Return a sequence that has its keys but no blocks yet."""
         if not len(tokens):
             raise ValueError("no tokens: expected 1 or more")
         extra = [(whole(at, "offset"), content) for at, content in extra]
         root, ids = self._root, as_tokens(tokens)
-        if salt != "" or lora != "":  # also what is no text, which has no key
+        if salt != "" or lora != "":  # also for values that are no text, to reject them
             root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
         if not 0 <= prompt <= len(ids):
@@ -73,7 +73,10 @@ class Sequences:
         return KVSequence(self, ids, root, retention, extra, prompt, storing=storing)
 
     def rename(self, mark: str) -> None:
-        """Name blocks by this mark, too; without one, as at first. Sequences of before are lost."""
+        """Include this mark in blocks' names; an empty one restores the first names.
+
+        Sequences that began before are ``lost``.
+        """
         space = self._first.namespace
         if mark:
             space = namespace({"of": space.hex(), "mark": mark})
@@ -81,7 +84,7 @@ class Sequences:
         self._root = Root(self.scheme.root())
 
     def arriving(self, sequence: KVSequence) -> list[Ticket]:
-        """The copies that still write blocks of a sequence, which is told when each is over."""
+        """Return the copies that still write a sequence's blocks; it is told when each ends."""
         sources = (copy.source for copy in sequence.copies)
         tickets = self.serving.arriving(chain(sequence.held, sources))
         for ticket in tickets:
@@ -95,19 +98,19 @@ class Sequences:
 
 
 class Growth(NamedTuple):
-    """What a sequence needs to go on."""
+    """Resources that a sequence needs to continue."""
 
     tokens: array[int]
     shared: list[int]
-    """Blocks of its table that it may not write, each of which is replaced by a fresh slot."""
+    """Positions in its table of blocks that it may not write; each is replaced by a fresh slot."""
     taken: list[BlockKey]
-    """The blocks that it takes over instead."""
+    """Blocks that it takes over instead of replacing them."""
     fresh: int
-    """Slots to be allocated."""
+    """Number of slots to allocate."""
 
 
 class KVSequence:
-    """One running sequence; ``Requests`` says what each call does, and alone makes it."""
+    """One running sequence. Only ``Requests`` creates it; see there for what the calls do."""
 
     __slots__ = (
         "_failed", "_of", "_pool", "_said", "_scheme", "_serving", "block_tokens", "cached",
@@ -130,44 +133,44 @@ class KVSequence:
         self._scheme = of.scheme
         self.block_tokens = of.scheme.block_tokens
         self.epoch = of.pool.epoch
-        """Of its pool when it began, see ``BlockPool.epoch``."""
+        """Epoch of its pool when it began, see ``BlockPool.epoch``."""
         self.tokens = tokens
-        """All tokens, those included whose KV is not there yet."""
+        """All tokens, including those without KV so far."""
         self.root = root
         self.retention = retention
         self._said: list[int | None] = []
-        """What the retention names for each block of the prompt."""
+        """Priority that the retention states explicitly for each block of the prompt."""
         if retention is not None:
             self._said = retention.explicit(self.block_tokens, prompt_tokens)
         self.extra = extra
         self.prompt_tokens = prompt_tokens
         self.table: list[DeviceSlot] = []
-        """The slot of each block, for all tokens but those that wait for ``extend``.
+        """Slot of each block; tokens that wait for ``extend`` have none.
 
-        ``NO_SLOT`` for those before ``first``.
+        ``NO_SLOT`` for blocks before ``first``.
         """
         self.first = 0
-        """How many leading blocks it does not hold: a window has passed them."""
+        """Number of leading blocks that it does not hold, because a window has passed them."""
         self.cached = 0
-        """How many tokens of the prompt were served from the cache."""
+        """Number of prompt tokens that were served from the cache."""
         self.computed = 0
-        """How many leading tokens have their KV in the blocks."""
+        """Number of leading tokens that have their KV in the blocks."""
         self.keys = self._scheme.chain(tokens, parent=root.key, extra=extra)
-        """Of its whole blocks; those after the prompt's as far as they were stored."""
+        """Keys of its whole blocks; behind the prompt only those of stored blocks."""
         self.stored = 0
-        """How many leading blocks can be reused by others."""
+        """Number of leading blocks that others can reuse."""
         self.copies: list[BlockCopy] = []
-        """To be done before the sequence runs."""
+        """Copies that must be made before the sequence runs."""
         self.waits: set[Ticket] = set()
         """Copies that still write its blocks."""
         self.stats = RequestStats(0, 0)
         self.storing = storing
-        """Whether its blocks are offered to others when they are full."""
+        """True if its full blocks are offered to others."""
         self._failed = False
         self.closed = False
 
     def copy(self) -> KVSequence:
-        """Another sequence with the same state; the caller sees to the references."""
+        """Return another sequence with the same state. The caller must add the references."""
         other = KVSequence.__new__(KVSequence)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -177,22 +180,22 @@ class KVSequence:
 
     @property
     def held(self) -> list[DeviceSlot]:
-        """The slots it holds, one reference each, in order."""
+        """Slots that it holds, one reference each, in order."""
         return self.table[self.first :] if self.first else self.table
 
     @property
     def renamed(self) -> bool:
-        """Whether blocks have had other names since it began."""
+        """True if blocks were renamed since it began."""
         return self._scheme is not self._of.scheme
 
     @property
     def lost(self) -> bool:
-        """Whether it can only be released: a block did not arrive, or names have changed."""
+        """True if it can only be released: a block did not arrive, or blocks were renamed."""
         return self._failed or self.renamed
 
     @property
     def ready(self) -> bool:
-        """Whether all cached bytes are in place, so that the engine may run it."""
+        """True if all cached bytes are in place, so that the engine may run it."""
         return not (self.waits or self.copies or self.lost or self.closed)
 
     def require_open(self) -> None:
@@ -201,7 +204,7 @@ class KVSequence:
             raise NotHeld("the sequence was released")
 
     def require_ready(self) -> None:
-        """Raise NotHeld if it was released, NotReady if its bytes are not in place."""
+        """Raise NotHeld if it was released, or NotReady if its bytes are not in place."""
         self.require_open()
         if self.lost:
             why = "names have changed" if self.renamed else "a block was lost on its way"
@@ -209,10 +212,10 @@ class KVSequence:
         if self.waits or self.copies:
             raise NotReady("blocks of the sequence are not in place yet")
 
-    # ---- what its blocks are
+    # ---- names of its blocks
 
     def _name(self, end: int) -> None:
-        """Make the keys of those whole blocks before block ``end`` that have none yet."""
+        """Compute the missing keys of the whole blocks before block ``end``."""
         have, size = len(self.keys), self.block_tokens
         if have < end:
             self.keys += self._scheme.chain(
@@ -222,21 +225,21 @@ class KVSequence:
             )
 
     def _tail_key(self, parent: BlockKey) -> BlockKey:
-        """Of the block that is cut short, as far as it is computed."""
+        """Return the key of the computed part of a partly filled block."""
         begin, end = self.computed // self.block_tokens * self.block_tokens, self.computed
         extra = self._extra(begin, end)
         return self._scheme.tail(self.tokens[begin:end], parent=parent, extra=extra)
 
     def _extra(self, begin: int, end: int) -> Extra:
-        """What there is at tokens ``[begin, end)``, counted from ``begin``."""
+        """Return the extras at tokens ``[begin, end)``, with offsets from ``begin``."""
         return [(at - begin, content) for at, content in self.extra if begin <= at < end]
 
     def content(
         self, first: int, end: int, tokens: int | None = None, *, labels: bool = True
     ) -> Content:
-        """Its blocks from ``first`` up to ``end``, which have keys, for a pool.
+        """Return its blocks ``[first, end)``, which must have keys, as content for a pool.
 
-        With the token ids up to that end or token ``tokens``, unless no ``labels`` are wanted.
+        With ``labels``, it includes the token ids up to that end, or up to token ``tokens``.
         """
         size = self.block_tokens
         until = end * size if tokens is None else tokens
@@ -249,7 +252,7 @@ class KVSequence:
         )
 
     def _extras(self, first: int, end: int) -> dict[int, Extra] | None:
-        """Return the extras of each block by its position from block ``first`` on."""
+        """Return the extras of each block, by its position counted from block ``first``."""
         if not self.extra:
             return None
         extras: dict[int, list[tuple[int, bytes]]] = {}
@@ -260,7 +263,10 @@ class KVSequence:
         return {position: tuple(held) for position, held in extras.items()}
 
     def _wanted(self, first: int, end: int, *, cached: bool = False) -> list[Retain | None] | None:
-        """What it asks for its blocks; of ``cached`` ones only what it says itself."""
+        """Return the retention that it asks for each block ``[first, end)``, or None for none.
+
+        For ``cached`` blocks, only priorities that the retention states explicitly count.
+        """
         if self.retention is None:
             return None
         asked = self.retention.of_blocks(
@@ -279,11 +285,11 @@ class KVSequence:
     # ---- get blocks
 
     def present(self, blocks: int) -> list[bool]:
-        """Whether each of its first ``blocks`` is on the device or in a tier."""
+        """Return whether each of its first ``blocks`` is on the device or in a tier."""
         return self._pool.present(self.keys[:blocks])
 
     def fill(self, match: PoolMatch, slots: Sequence[DeviceSlot]) -> None:
-        """Begin with what was reserved for a match."""
+        """Begin with the match and slots that were reserved."""
         blocks = -(-len(self.tokens) // self.block_tokens)
         served = self._serving.place(match, slots, blocks, partial(self._wanted, cached=True))
         self.table, self.copies, self.stored, self.cached, self.stats = served
@@ -292,47 +298,47 @@ class KVSequence:
         self.wait(self._of.arriving(self))
 
     def restore(self, match: PoolMatch, given: Sequence[DeviceSlot]) -> None:
-        """Have other slots from now on: some that still hold its blocks, the rest to be filled."""
+        """Use other slots from now on: the matched ones still hold its blocks, others are empty."""
         here = self._serving.slots(match)
         self.table = [NO_SLOT] * self.first + [*here, *given]
         self.stored = self.first + len(here)
-        self.wait(self._of.arriving(self))  # others may still be bringing theirs
+        self.wait(self._of.arriving(self))  # matched blocks may still be loading for others
         self.storing = self.storing and not self.outdated
 
     @property
     def outdated(self) -> bool:
-        """Whether blocks were removed, or all of them, since it began.
+        """True if blocks were removed, or the pool was reset, since it began.
 
-        If its bytes come back from where no pool knew of them, nothing of it may be stored: what
-        was removed may be among it.
+        If its bytes then come back from a place that pools do not track, none may be stored:
+        removed blocks may be among them.
         """
         return self.epoch != self._pool.epoch
 
     def stop_storing(self) -> None:
-        """Offer no block to others any more."""
+        """Stop offering blocks to others."""
         self.storing = False
 
     def wait(self, tickets: Iterable[Ticket]) -> None:
-        """Copies still write its blocks, or read them."""
+        """Add copies that still write or read its blocks."""
         self.waits.update(tickets)
 
     def landed(self, ticket: Ticket, *, ok: bool) -> None:
-        """One of these is over; without ``ok`` a block did not arrive."""
+        """Note that one of these copies has ended; without ``ok`` a block did not arrive."""
         self.waits.discard(ticket)
         self._failed = self._failed or not ok
 
     def unite(self) -> None:
-        """Use the slots of others where theirs were complete before its own arrived."""
+        """Use the slots of equal blocks that were complete before its own arrived."""
         if not (self.lost or self.closed):
             own = slice(self.first, self.stored)
             self.table[own] = self._serving.united(self.keys[own], self.table[own])
 
     def settle(self) -> None:
-        """No copy touches its blocks any more."""
+        """Note that no copy touches its blocks any more."""
         self.waits.clear()
 
     def copied(self) -> None:
-        """The engine made its copies, or ordered them before all it does from now on.
+        """Note that its copies were made, or are ordered before all of the engine's later work.
 
         May be called again, and after the sequence was released.
         """
@@ -344,16 +350,16 @@ class KVSequence:
     # ---- run
 
     def growth(self, tokens: Sequence[int], end: int | None = None) -> Growth:
-        """What ``grow`` will need; changes nothing.
+        """Return what ``grow`` will need; changes nothing.
 
-        ``end`` is how many tokens there are to be slots for; None for all.
+        ``end`` is the number of tokens that need slots; None for all.
 
         Raises
         ------
         NotHeld, NotReady
             The sequence was released, or is not ready.
         ValueError
-            What was given are no token ids.
+            ``tokens`` are not token ids.
         """
         self.require_ready()
         added = as_tokens(tokens)
@@ -371,9 +377,9 @@ class KVSequence:
         return Growth(added, shared, taken, more + len(shared))
 
     def grow(self, growth: Growth, slots: list[DeviceSlot]) -> None:
-        """Go on with these tokens, in the slots that ``growth`` asked for."""
+        """Add the tokens of ``growth``, with the slots that it asked for."""
         for key in growth.taken:
-            if self._pool.knows(key):  # to take one over may forget those that follow it
+            if self._pool.knows(key):  # taking over an earlier block may have dropped this one
                 self._serving.take_over(key, force=True)
         for at in growth.shared:
             old, self.table[at] = self.table[at], slots.pop()
@@ -393,7 +399,10 @@ class KVSequence:
             raise ValueError(f"{computed} tokens computed: expected {self.computed} .. {most}")
 
     def commit(self, computed: int) -> None:
-        """The KV of the first ``computed`` tokens is complete, as ``require_computable`` allows."""
+        """Store the whole blocks of the first ``computed`` tokens, which are complete.
+
+        ``require_computable`` must have allowed it.
+        """
         self.computed = computed
         first, end = self.stored, computed // self.block_tokens
         if end > first and self._stores():
@@ -401,7 +410,7 @@ class KVSequence:
             content = self.content(first, end, labels=self._serving.labels)
             wanted = self._wanted(first, end)
             slots = self._pool.commit(self.table[first:end], content, retain=wanted)
-            if slots is None:  # what comes before was removed
+            if slots is None:  # the block before was removed
                 self.storing = False
             else:
                 self.table[first:end] = slots
@@ -411,7 +420,7 @@ class KVSequence:
         return self.storing and self.epoch[0] == self._pool.epoch[0]
 
     def rewind(self, left: int) -> None:
-        """Keep the first ``left`` tokens; blocks that hold none of them are released."""
+        """Keep only the first ``left`` tokens; release the blocks that hold none of them."""
         blocks, places = left // self.block_tokens, -(-left // self.block_tokens)
         assert places >= self.first, "a window has passed it"
         surplus = self.table[places:]
@@ -425,7 +434,7 @@ class KVSequence:
         self._pool.release(surplus)
 
     def leave(self, first: int) -> None:
-        """It does not read blocks before ``first`` any more; others may."""
+        """Release the blocks before ``first``, which it does not read any more."""
         first = min(first, len(self.table))
         if first > self.first:
             passed = self.table[self.first : first]
@@ -434,15 +443,15 @@ class KVSequence:
             self._pool.release(passed)
 
     def fork(self) -> KVSequence:
-        """Another sequence with the same tokens, which shares all of its blocks."""
+        """Return another sequence with the same tokens, which shares all of its blocks."""
         self._pool.retain(self.held)
         return self.copy()
 
     def release(self, *, store: bool) -> None:
-        """It is over: its blocks may be reused, the last first.
+        """End the sequence: its blocks may be evicted, the last first.
 
-        With ``store`` the block that is cut short is committed too, unless others write it, partial
-        matches are off, or a known block covers it.
+        With ``store`` a partly filled last block is committed too. It is not if others hold it,
+        partial matches are off, or a known block covers it.
         """
         whole, rest = divmod(self.computed, self.block_tokens)
         partial = self._pool.settings.partial != "off" and rest and self.stored >= whole
@@ -457,7 +466,7 @@ class KVSequence:
 
 
 def packed(tokens: array[int]) -> bytes:
-    """Token ids as 4 big-endian bytes each, so that their order is that of the ids."""
+    """Return token ids as 4 big-endian bytes each, so that bytes sort like the ids."""
     words = tokens[:]
     if sys.byteorder == "little":
         words.byteswap()
@@ -465,7 +474,7 @@ def packed(tokens: array[int]) -> bytes:
 
 
 def as_tokens(tokens: Sequence[int]) -> array[int]:
-    """Token ids, each checked to be in ``0 .. 2**32 - 1``."""
+    """Return token ids as an array; raise ValueError unless each is in ``0 .. 2**32 - 1``."""
     if isinstance(tokens, bytes | bytearray):
         hint = "a sequence of integers, such as a list or a NumPy array"
         kind = type(tokens).__name__

@@ -1,1 +1,1 @@
-"""What a model keeps, and how memory is divided among it."""
+"""Resources that a model keeps, and the division of memory among them."""

@@ -1,4 +1,4 @@
-"""What settings change of that which a model keeps: the type of its cache, and windows."""
+"""Applies settings to a model's resources: the type of its cache, and narrower windows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.gpu.sizing.handlers import Side
 
 SCALED: Final = ("fp8", "float8_e4m3fn", "float8_e5m2")
-"""Types that are kept with a scale, of 4 bytes, for keys and values of each head of each token."""
+"""Types that need scales of 4 bytes, for keys and for values of each head of each token."""
 SCALES: Final = ".scales"
-"""How the side buffer of a layer is called that has them."""
+"""Suffix in the name of the side buffer that holds a layer's scales."""
 
 
 def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | None]:
-    """The window of each layer where this list, repeated over them, narrows what they have.
+    """Return the window of each layer, narrowed by ``windows``, which is repeated over the layers.
 
-    These are the layers that keep keys and values: no others count.
-    0 leaves a layer as it is; a window is never wider than the model's own.
+    Only layers that keep keys and values count. 0 leaves a layer as it is. A window is never wider
+    than the model's own.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | No
 def adapted(
     resources: Sequence[ResourceHandler], *, dtype: str = "auto", windows: Sequence[int] = ()
 ) -> list[ResourceHandler]:
-    """The same with the types and windows that settings say; raises as ``windows_of`` does."""
+    """Return the handlers with another type and narrower windows; raise like ``windows_of``."""
     layers = [one for one in resources if isinstance(one, Layer)]
     seen = dict(zip(layers, windows_of(layers, windows), strict=True))
     found: list[ResourceHandler] = []

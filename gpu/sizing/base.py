@@ -1,4 +1,4 @@
-"""What every handler is: one thing that a model keeps, with its shape, its type and its memory."""
+"""Base of all handlers: each is one resource of a model, with its shape, type and size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of an element by the name of its type."""
+"""Bytes of an element, by the name of its type."""
 
 Kept = Literal["paged", "state", "alone"]
 
 
 class ResourceHandler(ABC):
-    """Something that a model keeps, under a name of its own: a frozen dataclass.
+    """A resource that a model keeps, with a unique name. Subclasses are frozen dataclasses.
 
     A plan collects handlers, checks them, decides which are managed together, and places each.
     """
@@ -34,41 +34,41 @@ class ResourceHandler(ABC):
     __slots__ = ()
 
     kind: ClassVar[Kept]
-    """``paged``: something of each token, in blocks (a ``Layer``). ``state``: what a prefix leaves
-    behind, of one size whatever its length; checkpoints of it are blocks. ``alone``: allocated by
-    itself for every sequence, and never reused."""
+    """``paged``: data of each token, in blocks (a ``Layer``). ``state``: data of constant size that
+    depends on the whole prefix; its checkpoints are blocks. ``alone``: allocated separately for
+    every sequence, and never reused."""
     why: ClassVar[str] = "not paged"
-    """Said of what is alone."""
+    """Reason given for a resource that is alone."""
     name: str
     dtype: str
-    """A name in ``ITEM_BYTES``."""
+    """Name of its element type, a key of ``ITEM_BYTES``."""
 
     @abstractmethod
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """Of its elements for so many tokens: of a block if it is paged, else of a sequence."""
+        """Return the shape for ``tokens`` tokens: that of a block if paged, else of a sequence."""
 
     def size_bytes(self, tokens: int) -> int:
-        """What these take."""
+        """Return the bytes of its elements for ``tokens`` tokens."""
         return prod(self.shape_of(tokens)) * ITEM_BYTES[self.dtype]
 
     def family(self) -> Hashable:
-        """What has to be equal in two of a kind for them to be managed together."""
+        """Return what must be equal in two handlers of a kind to manage them together."""
         return self.shape_of(1), self.dtype
 
     def check(self, others: Mapping[str, ResourceHandler]) -> None:
-        """Raise PlanError if it contradicts the others of its plan, given by name."""
+        """Raise PlanError if it contradicts other handlers of its plan, given by name."""
 
     @classmethod
     def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
-        """What such handlers there are for layer ``at`` of a Hugging Face cache.
+        """Return handlers of this class for layer ``at`` of a Hugging Face cache.
 
-        One token went through it. Layers that the handler does not know have none.
+        The cache holds one token. For unknown kinds of layers there are none.
         """
         return ()
 
 
 def require(name: str, dtype: str, *sizes: int) -> None:
-    """Raise PlanError unless there are sizes, each 1 or more, of a type that is known."""
+    """Raise PlanError unless the type is known and there are sizes, each 1 or more."""
     if dtype not in ITEM_BYTES:
         raise PlanError(f"dtype {dtype!r}", path=name, hint=f"one of: {', '.join(ITEM_BYTES)}")
     if not sizes or min(sizes) < 1:
@@ -76,5 +76,5 @@ def require(name: str, dtype: str, *sizes: int) -> None:
 
 
 def type_name(tensor: Any) -> str:
-    """The name of a tensor's type, as in ``ITEM_BYTES``."""
+    """Return the name of a tensor's type, as in ``ITEM_BYTES``."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""How much KV cache takes, and how much fits: exact numbers for plans, pools and people."""
+"""Sizes of KV caches, and the division of memory: exact numbers for plans, pools and people."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvladder.gpu.requests.groups import Group
 from kvladder.policy.numbers import whole
 
 REGIONS = 64
-"""About so many regions the memory has that goes from one pool to another."""
+"""Approximate number of regions of memory that can move from one pool to another."""
 REGIONS_MIN = 8
-"""With fewer the smallest step would be a large part of a pool."""
+"""Smallest number of regions; with fewer, one region would be a large part of a pool."""
 
 
 def _positive(**numbers: int) -> None:
@@ -26,7 +26,7 @@ def _positive(**numbers: int) -> None:
 def kv_bytes_per_token(
     layers: int, heads: int, head_dim: int, itemsize: int, *, factor: int = 2
 ) -> int:
-    """Bytes of one token's KV in so many equal layers.
+    """Return the bytes of one token's KV in ``layers`` equal layers.
 
     ``factor`` is 2 for keys and values, 1 for one latent vector of ``head_dim`` elements (MLA).
 
@@ -42,7 +42,7 @@ def kv_bytes_per_token(
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:
-    """Blocks that ``tokens`` tokens take, the last of which may be cut short."""
+    """Return the number of blocks for ``tokens`` tokens; the last may be partly filled."""
     tokens, block_tokens = whole(tokens, "tokens"), whole(block_tokens, "block_tokens")
     _positive(block_tokens=block_tokens)
     if tokens < 0:
@@ -59,25 +59,25 @@ def pool_bytes(
     max_tokens: int | None = None,
     token_bytes: int = 1,
 ) -> int:
-    """Bytes for paged KV: the smaller of ``max_tokens`` and a fraction of what is left over.
+    """Return the bytes for paged KV: a fraction of the remaining memory, at most ``max_tokens``.
 
     Parameters
     ----------
     free:
-        Bytes of device memory that nobody uses once the weights are loaded.
+        Bytes of device memory that are free once the weights are loaded.
     fraction:
-        Of what is left; more than 0, less than 1.
+        Share of ``free - other - peak``; more than 0, less than 1.
     other:
         Bytes of caches that are not paged.
     peak:
-        Bytes that a forward pass takes at most, measured or estimated.
+        Bytes that a forward pass needs at most, measured or estimated.
     max_tokens, token_bytes:
-        A bound in tokens of ``token_bytes`` bytes; None for none.
+        Upper bound in tokens of ``token_bytes`` bytes; None for no bound.
 
     Raises
     ------
     PlanError
-        A number is out of its range, or nothing is left.
+        A number is out of its range, or no memory is left.
     """
     if not 0 < fraction < 1:
         raise PlanError(str(fraction), path="gpu.fraction", hint="more than 0, less than 1")
@@ -94,22 +94,22 @@ def pool_bytes(
 
 @dataclass(frozen=True)
 class PoolShare:
-    """What one group gets of the memory."""
+    """One group's share of the memory."""
 
     group: Group
     block_bytes: int
-    """Of a block in all layers of the group."""
+    """Bytes of a block in all layers of the group."""
     needed: int
-    """Blocks that one sequence holds of it at most."""
+    """Largest number of the group's blocks that one sequence holds."""
     blocks: int
 
 
 @dataclass(frozen=True)
 class Division:
-    """How memory is divided among the pools of a model.
+    """Division of memory among the pools of a model.
 
-    The rule: every group gets as many sequences' worth of blocks as every other, where a sequence
-    has ``context`` tokens, of which ``step`` are computed at a time. Explicit shares replace it.
+    The rule: all groups get blocks for the same number of sequences. A sequence has ``context``
+    tokens and computes ``step`` of them at a time. Explicit shares replace this rule.
     """
 
     memory: int
@@ -118,21 +118,21 @@ class Division:
     shares: tuple[PoolShare, ...]
     explicit: bool
     region_bytes: int = 0
-    """Memory goes from one pool to another in regions of so many bytes; 0: it stays."""
+    """Bytes of the regions that can move from one pool to another; 0 if memory does not move."""
     regions: int = 0
-    """How many there are in all: those of the first pool come first."""
+    """Number of regions of all pools; those of the first pool come first."""
 
     @property
     def sequences(self) -> int:
-        """Sequences of ``context`` tokens that fit at the same time."""
+        """Number of sequences of ``context`` tokens that fit at the same time."""
         return min(share.blocks // share.needed for share in self.shares)
 
     def places(self, share: PoolShare) -> int:
-        """Slots that a pool may ever have: those in regions of others included."""
+        """Return how many slots a pool may ever have, including those in other pools' regions."""
         return self.regions * self.region_bytes // share.block_bytes or share.blocks
 
     def firsts(self) -> list[int]:
-        """By pool, the number of its first slot."""
+        """Return the number of each pool's first slot."""
         if not self.regions:
             return [0] * len(self.shares)
         ends = accumulate((share.blocks * share.block_bytes for share in self.shares), initial=0)
@@ -157,10 +157,10 @@ class Division:
 
 
 def needed(group: Group, context: int, step: int) -> int:
-    """Blocks of a group that one sequence of ``context`` tokens holds at most.
+    """Return the largest number of a group's blocks that a sequence of ``context`` tokens holds.
 
-    ``step`` is how many tokens are computed at a time; a window keeps one block more than it
-    reads, and the one that is being filled.
+    ``step`` is the number of tokens computed at a time. A window keeps the blocks that it reads,
+    one more, and the block that is being filled.
     """
     whole = blocks_of(context, group.block_tokens)
     if group.kind == "full":
@@ -177,16 +177,16 @@ def divide(
     step: int | None = None,
     shares: Sequence[float] = (),
 ) -> Division:
-    """Divide ``memory`` bytes among pools; ``groups`` are pairs of a group and its block's bytes.
+    """Divide ``memory`` bytes among pools; ``groups`` are pairs of a group and its block size.
 
     Parameters
     ----------
     context:
         Tokens of the longest sequence.
     step:
-        Tokens computed at a time; None for all of a prompt at once.
+        Tokens computed at a time; None for a whole prompt at once.
     shares:
-        What each group gets instead, in proportion to their sum.
+        Explicit shares of the groups, in proportion to their sum.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def divide(
     groups = [(group, whole(size, f"bytes of {group.name}")) for group, size in groups]
     _positive(memory=memory, context=context, step=step, groups=len(groups))
     _positive(**{f"bytes of {group.name}": size for group, size in groups})
-    # Each group gets what its share of a sequence is, or what explicit shares say.
+    # Each group gets memory in proportion to its part of a sequence, or to the explicit shares.
     need = [needed(group, context, step) for group, _ in groups]
     if shares and (len(shares) != len(groups) or min(shares) <= 0):
         hint = f"one number above 0 for each of {', '.join(group.name for group, _ in groups)}"
@@ -226,12 +226,12 @@ def divide(
 
 
 def in_regions(division: Division) -> Division:
-    """The same, rounded to regions that hold whole blocks of every pool.
+    """Return the division rounded to regions that hold whole blocks of every pool.
 
     Raises
     ------
     PlanError
-        There are too few of them: blocks differ too much in size, or one sequence does not fit.
+        There are too few regions: block sizes differ too much, or one sequence does not fit.
     """
     shares, memory = division.shares, division.memory
     size = lcm(*(share.block_bytes for share in shares))
@@ -244,7 +244,8 @@ def in_regions(division: Division) -> Division:
         )
         hint = f"{REGIONS_MIN} or more, so that memory can go from pool to pool, or leave it out"
         raise PlanError(what, path="gpu.rebalance", hint=hint)
-    # Each pool gets what it had, in whole regions; what is over goes where it changes least.
+    # Each pool gets its share in whole regions, but enough for a sequence. Then single regions are
+    # added or taken where that changes the shares least.
     wanted = [share.blocks * share.block_bytes / size for share in shares]
     got = [max(few, int(want)) for few, want in zip(least, wanted, strict=True)]
     at = range(len(got))

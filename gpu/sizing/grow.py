@@ -1,4 +1,4 @@
-"""Caches that grow in place: capacity and length apart, and layers that do not grow all at once."""
+"""Bookkeeping for caches that grow in place, with layers that grow at different times."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvladder.errors import PlanError
 
 STEP = 128
 STAGGER = 64
-"""Growth steps of layers differ by less than this many tokens."""
+"""Growth steps of layers differ by fewer than this many tokens."""
 
 
 def growth_step(layer: int, *, step: int = STEP, stagger: int = STAGGER) -> int:
-    """By how many tokens the buffer of a layer grows: ``step + layer mod stagger``.
+    """Return the growth step of a layer's buffer in tokens: ``step + layer mod stagger``.
 
-    With steps of one size all layers copy their caches in the same step of generation. With these
-    at most three of 32 do in any of the first 4095 steps.
+    With equal steps, all layers would copy their caches in the same step of generation. With these,
+    at most three of 32 layers do in any of the first 4095 steps.
 
     Raises
     ------
@@ -33,9 +33,9 @@ class Growing:
     Parameters
     ----------
     step:
-        It grows by multiples of so many tokens.
+        The capacity is a multiple of this many tokens.
     length:
-        Tokens that are in it at first.
+        Tokens in it at first.
     """
 
     __slots__ = ("capacity", "length", "step")
@@ -50,11 +50,11 @@ class Growing:
 
     @property
     def spare(self) -> int:
-        """Tokens that can come before it grows."""
+        """Number of tokens that fit before it must grow."""
         return self.capacity - self.length
 
     def append(self, tokens: int) -> bool:
-        """So many tokens more; whether the memory must be made ``capacity`` tokens long first."""
+        """Add tokens; return whether the caller must first grow the memory to ``capacity``."""
         if tokens < 0:
             raise PlanError(f"{tokens} tokens", hint="0 or more")
         self.length += tokens
@@ -64,54 +64,54 @@ class Growing:
         return True
 
     def rewind(self, tokens: int) -> None:
-        """So many tokens less; the capacity stays."""
+        """Remove tokens; the capacity stays."""
         if not 0 <= tokens <= self.length:
             raise PlanError(f"{tokens} tokens", hint=f"0 .. {self.length}")
         self.length -= tokens
 
 
 class Beams:
-    """How much of what beams wrote is the same, so that a beam takes over only what differs.
+    """Tracks how many leading tokens beams have in common, so that reordering copies only the rest.
 
     For beam search over buffers that grow in place, one per beam. An attention kernel reads a
-    beam's history in one piece, so each buffer holds a whole one; when beams are reordered, what
-    the new parent and the buffer have in common is there already: the prompt, and all up to where
-    the two parted.
+    beam's history as one piece, so each buffer holds a whole history. When beams are reordered, the
+    buffer already holds the tokens that it has in common with the new parent: the prompt, and all
+    tokens up to where the two parted.
 
     Parameters
     ----------
     beams:
-        Buffers, as many as there are beams. What they hold at first has nothing in common.
+        Number of beams, and of buffers. At first their contents have nothing in common.
     """
 
     def __init__(self, beams: int) -> None:
         if beams < 1:
             raise PlanError(f"{beams} beams", hint="1 or more")
         self._alike = [[0] * beams for _ in range(beams)]
-        """How many leading tokens are the same, for each pair of different beams."""
+        """Number of equal leading tokens of each pair of different beams."""
 
     def __len__(self) -> int:
         return len(self._alike)
 
     @property
     def shared(self) -> int:
-        """How many leading tokens all buffers have in common, as far as it is known."""
+        """Number of leading tokens that all buffers are known to have in common."""
         return min(min(row) for row in self._alike)
 
     def crop(self, length: int) -> None:
-        """All buffers hold at most so many tokens now."""
+        """Note that all buffers now hold at most ``length`` tokens."""
         self._alike = [[min(alike, length) for alike in row] for row in self._alike]
 
     def reorder(self, parents: Sequence[int], length: int) -> list[tuple[int, int, int]]:
-        """Beam ``b`` goes on from what beam ``parents[b]`` has, ``length`` tokens.
+        """Let beam ``b`` continue from the ``length`` tokens of beam ``parents[b]``.
 
-        Returns copies ``(source, target, first)`` of the tokens from ``first`` on, to be made
-        before the beams write on, all reads before any write.
+        Return copies ``(source, target, first)`` of the tokens from ``first`` on. The caller makes
+        them before the beams write more tokens, all reads before any write.
 
         Raises
         ------
         PlanError
-            There is not one parent per beam; nothing was changed.
+            There is not one valid parent per beam; nothing was changed.
         """
         beams, alike = len(self._alike), self._alike
         if len(parents) != beams or not all(0 <= parent < beams for parent in parents):

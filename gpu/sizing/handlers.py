@@ -1,4 +1,4 @@
-"""The handlers that come with kvladder beside a layer's paged KV: states, side buffers, others."""
+"""Handlers besides a layer's paged KV: states, side buffers and others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvladder.policy.numbers import settle, whole
 
 
 class StateHandler(ResourceHandler):
-    """What a prefix leaves behind in one layer, of one size: a base for handlers of such states."""
+    """Base of handlers of states: data of constant size that one layer keeps for a prefix."""
 
     __slots__ = ()
     kind: ClassVar[Kept] = "state"
 
     @property
     def bytes(self) -> int:
-        """Per sequence, and per checkpoint."""
+        """Bytes per sequence and per checkpoint."""
         return self.size_bytes(1)
 
 
@@ -40,17 +40,20 @@ class State(StateHandler):
         require(self.name, self.dtype, self.heads, self.head_dim, self.d_state)
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """``[heads, head_dim, d_state]``."""
+        """Return ``[heads, head_dim, d_state]``."""
         return self.heads, self.head_dim, self.d_state
 
     def feeds(self, conv: ConvState) -> bool:
-        """Whether a convolution's inputs are this state's: values, and two of each group."""
+        """Return whether a convolution feeds this state: ``conv_dim`` must fit its sizes.
+
+        The inputs are ``head_dim x heads`` values, and two vectors of ``d_state`` for each group.
+        """
         rest = conv.conv_dim - self.head_dim * self.heads
         return rest >= 0 and rest % (2 * self.d_state) == 0
 
     @classmethod
     def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
-        """The recurrent states of a layer."""
+        """Yield handlers of a layer's recurrent states."""
         convolutions = {one.name: one for one in ConvState.collect(at, layer)}
         for number, tensor in _tensors(layer, "recurrent_states").items():
             sizes: list[int] = [1, 1, *tensor.shape[1:]]
@@ -77,12 +80,12 @@ class ConvState(StateHandler):
         require(self.name, self.dtype, self.conv_dim, self.width)
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """``[conv_dim, width]``."""
+        """Return ``[conv_dim, width]``."""
         return self.conv_dim, self.width
 
     @classmethod
     def collect(cls, at: int, layer: Any) -> Iterable[ConvState]:
-        """The convolutions of a layer; the newest input of each is not kept by engines."""
+        """Yield handlers of a layer's convolutions; engines keep one input fewer than the cache."""
         for number, tensor in _tensors(layer, "conv_states").items():
             width = max(1, tensor.shape[-1] - 1)
             yield cls(f"{at}.conv{number or ''}", tensor.shape[1], width, type_name(tensor))
@@ -90,7 +93,7 @@ class ConvState(StateHandler):
 
 @dataclass(frozen=True, slots=True)
 class PerSequence(ResourceHandler):
-    """Something of one shape per sequence that is no state of its prefix, and is not pooled."""
+    """A resource of fixed shape per sequence that is not a state of the prefix; not pooled."""
 
     kind: ClassVar[Kept] = "alone"
     why: ClassVar[str] = "one per sequence, not paged"
@@ -103,13 +106,13 @@ class PerSequence(ResourceHandler):
         require(self.name, self.dtype, *self.shape)
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """Its shape."""
+        """Return its shape, which does not depend on ``tokens``."""
         return self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaged(ResourceHandler):
-    """Something that grows by ``width`` elements per token and lies in one piece."""
+    """A contiguous resource that grows by ``width`` elements per token."""
 
     kind: ClassVar[Kept] = "alone"
     why: ClassVar[str] = "grows in one piece, not paged"
@@ -122,7 +125,7 @@ class Unpaged(ResourceHandler):
         require(self.name, self.dtype, self.width)
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """``[tokens, width]``."""
+        """Return ``[tokens, width]``."""
         return tokens, self.width
 
 
@@ -133,9 +136,9 @@ class Side(ResourceHandler):
     kind: ClassVar[Kept] = "paged"
     name: str
     of: str
-    """The layer's name."""
+    """Name of the layer."""
     head_bytes: int
-    """Per token and head."""
+    """Bytes per token and head."""
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -144,11 +147,11 @@ class Side(ResourceHandler):
             raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint="1 or more")
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """``[tokens, bytes]`` of one head."""
+        """Return ``[tokens, bytes]`` of one head."""
         return tokens, self.head_bytes
 
     def check(self, others: Mapping[str, ResourceHandler]) -> None:
-        """Its layer is there."""
+        """Raise PlanError unless its layer is in the plan."""
         if not isinstance(others.get(self.of), Layer):
             layers = ", ".join(name for name, one in others.items() if isinstance(one, Layer))
             hint = f"one of: {layers or 'none is planned'}"

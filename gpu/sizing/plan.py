@@ -1,7 +1,8 @@
-"""A cache plan: what a model keeps per request, what of it is pooled, and how memory is divided.
+"""A cache plan: a model's resources per request, their pools, and the division of memory.
 
-Made in phases that can be printed: collect, check, group, size, allocate, and resize after a
-forward pass was measured. ``kvladder size`` prints one, and ``open_device`` opens one.
+It is made in phases, and can be printed after each: collect, check, group, size, allocate, and
+resize after a forward pass was measured. ``kvladder size`` prints a plan, and ``open_device`` opens
+one.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ _AFTER: Final[dict[Phase, tuple[Phase, ...]]] = {
 
 
 SHARED: Final = "pools"
-"""What memory is asked for as that pools share, see ``CachePlan.size``."""
+"""Name under which memory that pools share is allocated, see ``CachePlan.size``."""
 
 
 class Place(NamedTuple):
-    """Where a handler's elements are in each block of its pool."""
+    """Place of a handler's elements in each block of its pool."""
 
     name: str
     offset: int
-    """Bytes."""
+    """Offset in bytes."""
     shape: tuple[int, ...]
     dtype: str
 
 
 class PlannedPool(NamedTuple):
-    """What one block pool holds."""
+    """Contents of one block pool."""
 
     group: Group
     block_bytes: int
@@ -61,37 +62,37 @@ class PlannedPool(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What is allocated by itself, and why."""
+    """A resource that is allocated separately, and the reason."""
 
     name: str
     bytes: int
-    """Per sequence."""
+    """Bytes per sequence."""
     why: str
     shape: tuple[int, ...]
     dtype: str
 
 
 Allocate = Callable[[str, int, int], object]
-"""``allocate(name, count, bytes)``: memory for so many blocks, or sequences, of so many bytes."""
+"""``allocate(name, count, bytes)`` returns memory for ``count`` blocks or sequences."""
 
 
 class CachePlan:
-    """The plan of one model. Each phase is a method; one that comes too early raises PlanError.
+    """The plan of one model. Each phase is a method, which raises PlanError if called too early.
 
     Parameters
     ----------
     resources:
-        Handlers of all that the model keeps: paged KV (:class:`Layer`; a latent is one of factor
-        1), states, side buffers and the rest, each with a name of its own.
+        Handlers of all resources of the model, each with a unique name: paged KV (:class:`Layer`;
+        a latent has factor 1), states, side buffers and others.
     block_tokens:
         Tokens per block.
     max_tokens:
-        Of the longest sequence.
+        Tokens of the longest sequence.
     step:
-        How many tokens of a prompt are computed at a time; None for all. A window holds those
-        beside what it reads.
+        Tokens of a prompt computed at a time; None for all. A window holds these besides the
+        tokens that it reads.
     checkpoint_tokens:
-        After how many tokens a state is kept for later requests, a multiple of ``block_tokens``;
+        Distance in tokens between states kept for later requests, a multiple of ``block_tokens``;
         0 keeps none.
     """
 
@@ -111,14 +112,14 @@ class CachePlan:
         self.checkpoint_tokens = whole(checkpoint_tokens, "checkpoint_tokens")
         self.phase: Phase = "collect"
         self.pooled: list[tuple[str, ...]] = []
-        """Names of what is managed together: paged KV of one shape of a head, or equal states."""
+        """Names of resources managed together: paged KV with equal heads, or equal states."""
         self.pools: list[PlannedPool] = []
         self.alone: list[Alone] = []
         self.division: Division | None = None
         self.sequences = 0
-        """How many run at a time: what is allocated by itself is for so many."""
+        """Number of sequences that run at a time; separate resources are allocated for these."""
         self.memory: dict[str, object] = {}
-        """By name of a pool or of what is alone, what ``allocate`` returned."""
+        """Memory from ``allocate``, by the name of a pool or of a separate resource."""
         self._free = 0
         self._fraction: float | None = None
         self._max_tokens: int | None = None
@@ -132,16 +133,16 @@ class CachePlan:
             before = " or ".join(_AFTER[phase])
             raise PlanError(f"{phase} after {self.phase}", hint=f"it comes after {before}")
 
-    # ---- what may be reused
+    # ---- reuse of blocks
 
     @property
     def states(self) -> list[StateHandler]:
-        """What is the same for all prefixes of one length: states and convolution states."""
+        """Handlers of recurrent states and of convolution states."""
         return [one for one in self.resources if isinstance(one, StateHandler)]
 
     @property
     def no_reuse(self) -> str:
-        """Why blocks are not reused by later requests, once they are grouped; empty if they are."""
+        """Reason why blocks cannot be reused by later requests, known after ``group``; or empty."""
         apart = {one.name for one in self.alone}
         for one in self.resources:
             if one.kind == "alone" or one.name in apart:
@@ -152,15 +153,15 @@ class CachePlan:
 
     @property
     def partial(self) -> bool:
-        """Whether the beginning of a block may be copied: not where a state depends on its end."""
+        """True if a part of a block may be copied: not with states, which depend on its end."""
         return not self.no_reuse and not self.states
 
     # ---- the phases
 
     def adapt(self, *, dtype: str = "auto", windows: Sequence[int] = ()) -> CachePlan:
-        """Have layers keep another type, with scales if it has 8 bits, or see fewer tokens.
+        """Change the type of layers' KV (with scales if it has 8 bits), or narrow their windows.
 
-        Before ``check``; see ``adapted``.
+        Call it before ``check``; see ``adapted``.
         """
         if self.phase != "collect":
             raise PlanError(f"adapt after {self.phase}", hint="it comes before check")
@@ -168,7 +169,7 @@ class CachePlan:
         return self
 
     def check(self) -> CachePlan:
-        """Raise PlanError where resources contradict each other."""
+        """Raise PlanError if resources contradict each other."""
         self._enter("check")
         names = [one.name for one in self.resources]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -194,7 +195,7 @@ class CachePlan:
         return self
 
     def group(self) -> CachePlan:
-        """Decide what is pooled, and with what, and where it lies in a block."""
+        """Decide which resources share a pool, and their places in a block."""
         self._enter("group")
         self._group_layers()
         self._group_states()
@@ -235,9 +236,9 @@ class CachePlan:
             self._pool(group.group, [layer.name for layer in group.layers], parts)
 
     def _group_states(self) -> None:
-        """Pool equal states, and the convolutions that fit their heads and are equal to each other.
+        """Pool equal states, together with equal convolutions that fit their heads.
 
-        Others are allocated by themselves.
+        Other convolutions are allocated separately.
         """
         families: dict[Hashable, list[StateHandler]] = {}
         for one in self.states:
@@ -279,7 +280,7 @@ class CachePlan:
         members: Sequence[str],
         parts: Sequence[tuple[str, tuple[int, ...], str]],
     ) -> None:
-        """A pool whose blocks hold these parts: the widest elements first, so that all align."""
+        """Add a pool with these parts in each block, the widest elements first for alignment."""
         ordered = sorted(parts, key=lambda part: -ITEM_BYTES[part[2]])
         places: list[Place] = []
         end = 0
@@ -292,17 +293,17 @@ class CachePlan:
 
     @property
     def pairs(self) -> list[tuple[Group, int]]:
-        """Each pool's group and the bytes of its block, as ``divide`` takes them."""
+        """Group and block size of each pool, as ``divide`` takes them."""
         return [(pool.group, pool.block_bytes) for pool in self.pools]
 
     @property
     def alone_bytes(self) -> int:
-        """Of what is allocated by itself, for one sequence."""
+        """Bytes of the separate resources of one sequence."""
         return sum(one.bytes for one in self.alone)
 
     @property
     def pooled_bytes(self) -> int:
-        """Of the blocks that one sequence of ``max_tokens`` holds at most."""
+        """Bytes of the most blocks that one sequence of ``max_tokens`` holds."""
         step = self.max_tokens if self.step is None else min(self.step, self.max_tokens)
         return sum(needed(group, self.max_tokens, step) * size for group, size in self.pairs)
 
@@ -322,25 +323,25 @@ class CachePlan:
         Parameters
         ----------
         free:
-            Bytes: all of them for the cache, or of them ``fraction``, once a forward pass has what
-            it takes at its peak.
+            Bytes of memory. ``peak`` is left for a forward pass; the cache gets the rest, or
+            ``fraction`` of the rest.
         sequences:
-            How many run at a time, for what is allocated by itself; None for as many as fit.
+            Number of sequences with separate resources; None for all that fit.
         shares:
-            What each pool gets, in proportion, instead of what a sequence needs of it.
+            Explicit shares of the pools, instead of each pool's part of a sequence.
         rebalance:
-            Whether pools share one memory, of which regions go from one to another; of a single
-            pool nothing does.
+            True if pools share one memory, and regions of it move between them. It has no effect on
+            a single pool.
 
         Raises
         ------
         PlanError
-            A number is out of its range, or not one sequence fits, or memory cannot be shared.
+            A number is out of its range, no sequence fits, or memory cannot be shared.
         """
         self._enter("size")
         self._rebalance = rebalance and len(self.pools) > 1
         kinds = sorted({place.dtype for pool in self.pools for place in pool.places})
-        if self._rebalance and len(kinds) > 1:  # what one left is no number of another's
+        if self._rebalance and len(kinds) > 1:  # left bytes of one may be NaN in another
             what = f"pools hold {', '.join(kinds)}"
             raise PlanError(what, path="gpu.rebalance", hint="false, or layers of one type alone")
         self._wanted = None if sequences is None else whole(sequences, "sequences")
@@ -384,15 +385,15 @@ class CachePlan:
             self.division = in_regions(self.division)
 
     def _fitting(self, peak: int) -> int:
-        """Sequences that fit at the same time, 1 at least."""
+        """Return how many sequences fit at the same time, at least 1."""
         part = 1 if self._fraction is None else self._fraction
         one = self.pooled_bytes + part * self.alone_bytes
         return max(1, int(part * (self._free - peak) // one)) if one else 1
 
     def allocate(self, allocate: Allocate, *, least: bool = False) -> CachePlan:
-        """Have every pool, and what is by itself, allocated.
+        """Allocate all pools and separate resources by calls of ``allocate``.
 
-        With ``least`` for one sequence only: a forward pass is measured over it, then ``resize``.
+        With ``least``, for one sequence only: measure a forward pass over it, then call ``resize``.
         """
         self._enter("allocate")
         self._allocate = allocate
@@ -402,7 +403,7 @@ class CachePlan:
 
     def _make(self, *, least: bool = False) -> None:
         assert self._allocate is not None
-        self.memory.clear()  # first, so that there is room for what comes
+        self.memory.clear()  # first, to make room for the new memory
         for one in self.alone:
             count = 1 if least else self.sequences
             self.memory[one.name] = self._allocate(one.name, count, one.bytes)
@@ -420,7 +421,7 @@ class CachePlan:
             self.memory[name] = self._allocate(name, count, share.block_bytes)
 
     def resize(self, peak: int) -> CachePlan:
-        """A forward pass was measured to take ``peak`` bytes at most: divide and allocate anew."""
+        """Divide and allocate again, with ``peak`` as the measured bytes of a forward pass."""
         self._enter("resize")
         self._divide(whole(peak))
         self._make()
@@ -429,7 +430,7 @@ class CachePlan:
 
     @property
     def described(self) -> str:
-        """Its pools, what is alone, and how memory is divided."""
+        """Text that lists its pools, its separate resources and the division of memory."""
         lines = [f"plan of {len(self.resources)} resources, after phase {self.phase}"]
         lines += [f"  together: {', '.join(names)}" for names in self.pooled]
         for pool in self.pools:

@@ -1,1 +1,1 @@
-"""The index of prefixes, in columns: nodes, children, the order of eviction."""
+"""The prefix index in columns: nodes, children and the order of eviction."""

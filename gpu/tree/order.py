@@ -1,4 +1,4 @@
-"""The order of eviction on the device: leaves only, lowest priority first, then least recent."""
+"""The order of eviction on the device: only leaves, lowest priority first, then least recent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
 STEP: Final = 2
 _FIRST: Final = 1 << 40
-"""Stamps begin here, so that there are as many before it for what is to go next."""
+"""First stamp; the numbers below it are for nodes that are pushed to the front."""
 RUN_MAX: Final = 1024
 SLACK_MAX: Final = 1024
-"""How many entries may be out of date before they are swept, beside as many as are valid."""
+"""Stale entries beyond the number of valid ones that are allowed before a sweep."""
 
 
 class _Run:
-    """Nodes that became evictable one after the other, with their stamps, ascending."""
+    """Nodes that became evictable one after the other, with their ascending stamps."""
 
     __slots__ = ("at", "nodes", "stamps")
 
@@ -32,7 +32,7 @@ class _Run:
         self.at = 0
 
     def extend(self, nodes: list[NodeId], stamps: Sequence[int]) -> bool:
-        """Take in nodes that follow without a gap, if there are few of them."""
+        """Add nodes if their stamps follow without a gap and the run stays short; else False."""
         mine = self.stamps
         if not (isinstance(mine, range) and isinstance(stamps, range)):
             return False
@@ -46,8 +46,9 @@ class _Run:
 class _Queue:
     """The evictable nodes of one priority.
 
-    ``swept`` is older than ``runs``. An entry is valid while its node still has its stamp. Even
-    stamps are in runs; what got out of step has an odd one and is in the heap ``late``.
+    Runs in ``swept`` are older than ``runs``. An entry is valid while its node has the same stamp.
+    Nodes with even stamps are in runs. Nodes that were entered out of order have odd stamps and are
+    in the heap ``late``.
     """
 
     __slots__ = ("late", "runs", "swept")
@@ -62,40 +63,40 @@ class _Queue:
 
 
 class EvictionOrder:
-    """Orders nodes that nobody references by the time at which they should be given up.
+    """Orders nodes without references by when they should be evicted.
 
-    Pure and synchronous. Push and removal cost a few operations per batch and two per node; an
-    entry that became invalid is skipped when its turn comes, or swept before there are too many.
-    A node with children on the device waits aside until the last of them is gone, and then takes
-    its place by its stamp.
+    Pure and synchronous. Push and removal cost a few operations per batch and two per node. An
+    invalid entry is skipped when its turn comes, or swept before there are too many. A node with
+    children on the device is parked until its last child has left, and then takes its place by its
+    stamp.
     """
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._queues = [_Queue() for _ in range(PRIORITY_MAX + 1)]
         self._used = 0
-        """A bit per priority whose queue is not empty."""
+        """Bit mask of the priorities with a queue that is not empty."""
         self._parked: set[NodeId] = set()
-        """Met in their turn while they had children; may hold nodes that left the order since."""
+        """Nodes that had children when their turn came; some may have left the order since."""
         self._len = 0
         self.entries = 0
-        """How much is kept, the invalid entries included."""
+        """Number of entries, including invalid ones."""
         self.next_stamp = _FIRST
-        """Of what becomes evictable next; grows by ``STEP`` with each node."""
+        """Stamp of the next node that becomes evictable; each node adds ``STEP``."""
         self._front = _FIRST - 1
         self._sweeping = 0
 
     def __len__(self) -> int:
-        """How many nodes are in the order, those with children included."""
+        """Return how many nodes are in the order, including those with children."""
         return self._len
 
     def __contains__(self, node: NodeId) -> bool:
         return self._nodes.stamp[node] > 0
 
     def push(self, nodes: list[NodeId]) -> None:
-        """Add ``nodes``, which are not in the order, as most recently used, the last the most.
+        """Add ``nodes``, which are not in the order, as the most recently used, the newest last.
 
-        Takes the list over.
+        The order keeps the list: the caller must not change it.
         """
         first = self.next_stamp
         self.next_stamp = end = first + STEP * len(nodes)
@@ -131,9 +132,9 @@ class EvictionOrder:
             runs.append(_Run(nodes[start : start + RUN_MAX], stamps[start : start + RUN_MAX]))
 
     def push_front(self, nodes: Sequence[NodeId]) -> None:
-        """Add ``nodes``, which are not in the order, as the next to go at their priority.
+        """Add ``nodes``, which are not in the order, as the next to be evicted at their priority.
 
-        The first of them goes first.
+        The first of them is evicted first.
         """
         for node in reversed(nodes):
             self._front -= STEP
@@ -142,7 +143,7 @@ class EvictionOrder:
         self._tidy(len(nodes))
 
     def _place(self, node: NodeId, stamp: int) -> None:
-        """Enter a node out of step; ``stamp`` is odd."""
+        """Enter a node out of order; ``stamp`` must be odd."""
         priority = self._nodes.priority[node]
         self._nodes.stamp[node] = stamp
         heappush(self._queues[priority].late, (stamp, node))
@@ -150,7 +151,7 @@ class EvictionOrder:
         self._used |= 1 << priority
 
     def remove(self, nodes: Sequence[NodeId]) -> list[int]:
-        """Take ``nodes``, which are in the order, out of it; what ``restore`` needs."""
+        """Remove ``nodes``, which are in the order; return their stamps for ``restore``."""
         stamp = self._nodes.stamp
         stamps = gather(stamp, nodes)
         fill(stamp, nodes, 0)
@@ -158,17 +159,17 @@ class EvictionOrder:
         return stamps
 
     def restore(self, nodes: Sequence[NodeId], stamps: Sequence[int]) -> None:
-        """Undo ``remove``: every node is in its old place."""
+        """Undo ``remove``: put every node back in its old place."""
         for node, at in zip(nodes, stamps, strict=True):
             self._place(node, at | 1)
         self._len += len(nodes)
 
     def reprioritized(self, node: NodeId) -> None:
-        """The priority of ``node``, which is in the order, was changed: it moves accordingly."""
+        """Move ``node``, which is in the order, after a change of its priority."""
         self._place(node, self._nodes.stamp[node] | 1)
 
     def orphaned(self, node: NodeId) -> None:
-        """The last child of ``node`` left the device: it may go now, if it is in the order."""
+        """Make ``node`` evictable after its last child left the device, if it is in the order."""
         if node in self._parked:
             self._parked.discard(node)
             at = self._nodes.stamp[node]
@@ -176,10 +177,10 @@ class EvictionOrder:
                 self._place(node, at | 1)
 
     def select(self, count: int) -> list[NodeId]:
-        """Take out the ``count`` nodes that go first, in that order; each of them was a leaf then.
+        """Remove and return the first ``count`` nodes to evict, in order; each was a leaf then.
 
-        Parents count a child less for each. There may be fewer, if too many have children that
-        are not in the order.
+        Their parents count one child less for each. The result may be shorter, if too many nodes
+        have children that are not in the order.
         """
         victims: list[NodeId] = []
         while len(victims) < count:
@@ -195,7 +196,7 @@ class EvictionOrder:
         return victims
 
     def unselect(self, victims: Sequence[NodeId]) -> None:
-        """Undo ``select``: every node is in its old place."""
+        """Undo ``select``: put every node back in its old place."""
         nodes = self._nodes
         for node in victims:
             nodes.kids[nodes.parent[node]] += 1
@@ -203,7 +204,7 @@ class EvictionOrder:
         self._len += len(victims)
 
     def _drain(self, queue: _Queue, victims: list[NodeId], count: int) -> None:
-        """Select from one priority until there are enough, or another may come first."""
+        """Select from one priority until there are enough, or another priority may come first."""
         nodes, late, parked = self._nodes, queue.late, self._parked
         while len(victims) < count and (runs := queue.swept or queue.runs):
             run = runs[0]
@@ -235,7 +236,7 @@ class EvictionOrder:
             self._take_late(queue, victims)
 
     def _take_late(self, queue: _Queue, victims: list[NodeId]) -> None:
-        """Select the first of those out of step, if it is valid and a leaf."""
+        """Take the first entry of ``late``; select its node if that is valid and a leaf."""
         nodes = self._nodes
         mark, node = heappop(queue.late)
         self.entries -= 1
@@ -252,12 +253,12 @@ class EvictionOrder:
             self.orphaned(above)
 
     def _tidy(self, pushed: int) -> None:
-        """Work off some invalid entries, in proportion to what was pushed."""
+        """Sweep some invalid entries if there are too many, in proportion to ``pushed`` nodes."""
         if self.entries > 2 * self._len + SLACK_MAX:
             self._sweep(2 * pushed)
 
     def _sweep(self, budget: int) -> None:
-        """Drop what is invalid among about ``budget`` entries, the longest unswept ones."""
+        """Drop the invalid ones among about ``budget`` entries that were not swept for longest."""
         idle = 0
         while budget > 0 and idle <= PRIORITY_MAX:
             queue = self._queues[self._sweeping]
@@ -271,7 +272,7 @@ class EvictionOrder:
             idle += 1
 
     def _sweep_run(self, queue: _Queue) -> int:
-        """Move the oldest unswept run to the swept ones, without its invalid entries."""
+        """Move the oldest unswept run to ``swept`` without its invalid entries; return the cost."""
         run, stamp = queue.runs.popleft(), self._nodes.stamp
         entries = zip(run.nodes[run.at :], run.stamps[run.at :], strict=True)
         valid = [(node, mark) for node, mark in entries if stamp[node] == mark]
@@ -298,14 +299,14 @@ class EvictionOrder:
         self.entries -= before - len(queue.late)
 
     def ordered(self) -> list[NodeId]:
-        """All nodes in the order, first to go first, as if each were a leaf; O(n log n)."""
+        """Return all nodes in order of eviction, as if each were a leaf; O(n log n)."""
         nodes = self._nodes
         held = [node for node in range(len(nodes)) if nodes.stamp[node] > 0]
         held.sort(key=lambda node: (nodes.priority[node], nodes.stamp[node] | 1))
         return [NodeId(node) for node in held]
 
     def check(self) -> None:
-        """Assert that every node has one valid entry or waits aside for its children; O(n)."""
+        """Assert that every node has one valid entry or is parked for its children; O(n)."""
         nodes = self._nodes
         found: dict[NodeId, int] = {}
         entries = 0
