@@ -1,6 +1,6 @@
-"""Loops over columns, in C where the package was built with a compiler, else in Python.
+"""Loops over columns, in C if the package was built with a compiler, else in Python.
 
-Both do the same; ``NATIVE`` tells which ones are used. ``docs/decisions/`` says why there are two.
+Both do the same; ``NATIVE`` tells which one is used. ``docs/decisions/`` says why there are two.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Value = TypeVar("Value", bound=int)
 
 
 def gather(column: list[T], rows: Sequence[int]) -> list[T]:
-    """``column[row]`` of each row."""
+    """Return ``column[row]`` of each row."""
     if len(rows) > 1:
         return list(itemgetter(*rows)(column))
     return [column[row] for row in rows]
 
 
 def scatter(column: list[T], rows: Sequence[int], values: Sequence[T]) -> None:
-    """Set ``column[row]`` of each row to its value; there are as many."""
+    """Set ``column[row]`` of each row to its value; both sequences have the same length."""
     for row, value in zip(rows, values, strict=True):
         column[row] = value
 
@@ -44,7 +44,7 @@ def number(column: list[int], rows: Sequence[int], first: int, step: int) -> Non
 
 
 def split(column: list[Value], rows: Sequence[Row], empty: Value) -> tuple[list[Row], list[Value]]:
-    """The rows where ``column`` is ``empty``, and what is in the others, the last row first."""
+    """Return the rows where ``column`` is ``empty``, and the other rows' values, last row first."""
     without: list[Row] = []
     held: list[Value] = []
     for row in rows:
@@ -58,7 +58,10 @@ def split(column: list[Value], rows: Sequence[Row], empty: Value) -> tuple[list[
 
 
 def drop_ones(column: list[int], rows: Sequence[int]) -> bool:
-    """Set ``column[row]`` of each row from 1 to 0; False, and no change, if one is not 1."""
+    """Set ``column[row]`` of each row from 1 to 0.
+
+    Return False and change nothing if one of them is not 1.
+    """
     size, done = len(column), 0
     try:
         for row in rows:
@@ -66,14 +69,17 @@ def drop_ones(column: list[int], rows: Sequence[int]) -> bool:
                 break
             column[row] = 0
             done += 1
-    finally:  # what is no integer raises
+    finally:  # a value that is not an integer raises, and is undone as well
         if done < len(rows):
             fill(column, rows[:done], 1)
     return done == len(rows)
 
 
 def leading(known: dict[Key, Row], keys: Sequence[Key], column: list[T], empty: T) -> list[Row]:
-    """The rows of the leading keys that have one where ``column`` is not ``empty``."""
+    """Return the rows of the leading keys, up to the first without a row or with an empty one.
+
+    A row is empty if ``column`` holds ``empty`` there.
+    """
     found: list[Row] = []
     for key in keys:
         row = known.get(key)
@@ -84,15 +90,15 @@ def leading(known: dict[Key, Row], keys: Sequence[Key], column: list[T], empty: 
 
 
 def forget(held: dict[T, Any], keys: Sequence[T]) -> None:
-    """Delete these keys, which are there."""
+    """Delete these keys, all of which exist."""
     for key in keys:
         del held[key]
 
 
 def forget_single(held: dict[T, Any], keys: Sequence[T]) -> dict[T, int]:
-    """Delete those of these keys, which are there, whose value is a number.
+    """Delete those of ``keys`` that have a number as value; all of ``keys`` exist.
 
-    How often each of the others is among them.
+    Return how often each of the other keys occurs in ``keys``.
     """
     left: dict[T, int] = {}
     for key in keys:
@@ -107,9 +113,9 @@ def drain(
     nodes: list[Row], marks: Sequence[int], at: int, end: int, stamp: list[int], kids: list[int],
     parent: list[Row], parked: set[Row], victims: list[Row],
 ) -> tuple[int, int]:  # fmt: skip
-    """The inner loop of ``EvictionOrder.select``: from ``at`` to ``end`` of a run.
+    """Run the inner loop of ``EvictionOrder.select``, from ``at`` to ``end`` of a run.
 
-    Returns where it stopped, and the node that waited aside and has no children any more, or -1.
+    Return the position where it stopped, and a parked node that has lost its last child, or -1.
     """
     for node, mark in zip(nodes[at:end], marks[at:end], strict=True):
         at += 1
@@ -133,7 +139,7 @@ NAMES = (
     "scatter", "split",
 )  # fmt: skip
 PYTHON = {name: globals()[name] for name in NAMES}
-"""What is used without a compiler, for tests."""
+"""The functions that are used without a compiler, for tests."""
 _native: Any = None
 with suppress(ImportError):
     _native = import_module("kvladder.gpu.tree._columns")

@@ -1,4 +1,4 @@
-"""The prefix index: which blocks are known, whose children they are, and where each one is."""
+"""The prefix index: the known blocks, their parents and children, and the place of each block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 _ROOTS_MIN = 64
 
 Above = NodeId | BlockKey
-"""What children are listed under: the node before them, or its key where blocks have no parents."""
+"""Parent of listed children: the node before them, or its key if blocks have no parents."""
 
 
 def _nodes(held: NodeId | Siblings) -> list[NodeId]:
@@ -33,15 +33,15 @@ class PrefixIndex:
     nodes:
         The columns, shared with the order of eviction.
     slots:
-        Device slots there are.
+        Number of device slots.
     chained:
-        Whether a block is only of use with all blocks before it. Without, as behind a sliding
+        True if a block is useful only with all blocks before it. If False, as with a sliding
         window, blocks have no parents here.
     family:
-        Whether children are listed, which partial matches and tiers need: where blocks have no
-        parents, those that follow one key, known or not.
+        True if children are listed, which partial matches and tiers need. If blocks have no
+        parents, they are listed under the key before them, even if that key is not known.
     labels:
-        Whether token ids are kept.
+        True if token ids are kept.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class PrefixIndex:
         self.chained = chained
         self.labels = labels
         self.node_at: list[NodeId] = [NO_NODE] * slots
-        """By device slot, the block in it that the index knows, or ``NO_NODE``."""
+        """For each device slot, the known block in it, or ``NO_NODE``."""
         self.colder: set[NodeId] = set()
-        """Those that a tier holds, whether they are on the device too or not."""
+        """Blocks that a tier holds; some may be on the device too."""
         self.salts: dict[NodeId, str] = {}
-        """The cache salts of those that have one."""
+        """Cache salts of the blocks that have one."""
         self.extras: dict[NodeId, Extra] = {}
-        """What tells what is in a block beside its tokens, in order, of those that have it."""
+        """A block's content other than tokens, in order; only for blocks that have such content."""
         self.origin: dict[NodeId, tuple[BlockKey | None, Root]] = {}
         """Parent and root, for events, of blocks that have no parents here."""
         self._node: dict[BlockKey, NodeId] = {}
@@ -66,7 +66,7 @@ class PrefixIndex:
         self._roots_max = _ROOTS_MIN
         self._children: dict[Above, NodeId | Siblings] | None = {} if family else None
         self._before: dict[NodeId, BlockKey] = {}
-        """The key before each block that is listed and has no parent."""
+        """The key before each listed block that has no parent."""
 
     def __len__(self) -> int:
         return len(self._node)
@@ -75,31 +75,31 @@ class PrefixIndex:
         return key in self._node
 
     def find(self, key: BlockKey) -> NodeId | None:
-        """The block's node, or None."""
+        """Return the block's node, or None."""
         return self._node.get(key)
 
     def key_of(self, node: NodeId) -> BlockKey:
-        """The name of a known block."""
+        """Return the key of a known block."""
         key = self.nodes.key[node]
         assert key is not None
         return key
 
     def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
-        """The longest leading run of ``keys`` that is on the device."""
+        """Return the nodes of the longest leading run of ``keys`` that is on the device."""
         return leading(self._node, keys, self.nodes.slot, NO_SLOT)
 
     def known(self) -> list[NodeId]:
-        """All blocks, oldest first."""
+        """Return all known blocks, oldest first."""
         return list(self._node.values())
 
     def all_new(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether none of ``keys`` is known."""
+        """Return whether none of ``keys`` is known."""
         return self._node.keys().isdisjoint(keys)
 
     # ---- the tree
 
     def root(self, root: Root, *, create: bool) -> NodeId | None:
-        """The node under which a root's first blocks are; None if there is none yet."""
+        """Return the node above a root's first blocks; None if there is none and not ``create``."""
         node = self._roots.get(root.key)
         if node is None and create:
             if len(self._roots) >= self._roots_max:
@@ -113,7 +113,7 @@ class PrefixIndex:
         return node
 
     def _sweep_roots(self) -> None:
-        """Forget roots without blocks; rare enough to cost nothing per root."""
+        """Forget roots without blocks; rare enough to cost almost nothing per root."""
         left = [root for root, node in self._roots.items() if not self.has_children(node)]
         for key in left:
             node = self._roots.pop(key)
@@ -123,7 +123,10 @@ class PrefixIndex:
         self._roots_max = max(_ROOTS_MIN, 2 * len(self._roots))
 
     def above(self, parent: BlockKey, root: Root, *, create: bool = True) -> Above | None:
-        """What the blocks behind ``parent`` are listed under, which may be the root's key."""
+        """Return the parent under which blocks after ``parent`` are listed, or None if unknown.
+
+        ``parent`` may be the root's key.
+        """
         if not self.chained:
             return parent
         if parent == root.key:
@@ -131,7 +134,7 @@ class PrefixIndex:
         return self._node.get(parent)
 
     def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
-        """Whether children are listed behind each of these keys; the first may be the root's."""
+        """Return whether children are listed under each key; the first key may be the root's."""
         children, node = self._children or {}, self._node
         if not self.chained:
             return [key in children for key in parents]
@@ -140,19 +143,25 @@ class PrefixIndex:
         return [one in children for one in above]
 
     def has_children(self, node: NodeId) -> bool:
-        """Whether a known block follows this one, wherever it is, as far as that is listed."""
+        """Return whether a known block follows this one, on the device or in a tier.
+
+        If children are not listed, only those on the device count.
+        """
         if not self.chained:
             return bool(self._children and self.key_of(node) in self._children)
         return self.nodes.kids[node] > 0 or bool(self._children and node in self._children)
 
     def _above_each(self, nodes: Sequence[NodeId]) -> list[Above]:
-        """What each of these, which are listed, is listed under."""
+        """Return the parent under which each of these listed nodes is listed."""
         if self.chained:
             return cast("list[Above]", gather(self.nodes.parent, nodes))
         return [self._before[node] for node in nodes]
 
     def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
-        """These blocks and all that follow them, each once, followers after what they follow."""
+        """Return these blocks and all blocks after them, each once.
+
+        A block that is not in ``tops`` comes after the block that it follows.
+        """
         children = self._families()
         found = dict.fromkeys(tops)
         ahead = list(found)
@@ -165,7 +174,7 @@ class PrefixIndex:
         return list(found)
 
     def _families(self) -> Mapping[Above, NodeId | Siblings]:
-        """Children by parent; O(n) where they are not listed."""
+        """Return the children of each parent; O(n) if they are not listed."""
         if self._children is not None:
             return self._children
         listed: dict[Above, Siblings] = {}
@@ -186,10 +195,10 @@ class PrefixIndex:
         held.add(node)
 
     def partial(self, above: Above, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
-        """Children of ``above`` that begin like ``tokens``, those that share most first.
+        """Yield the children of ``above`` that begin like ``tokens``, most shared tokens first.
 
-        Yields ``(node, tokens shared, those that count)``: fewer count where something else than
-        tokens tells what is in the block.
+        Yields ``(node, shared tokens, usable tokens)``. In a block with other content than tokens,
+        only the shared tokens before that content are usable.
         """
         held = self._children.get(above) if self._children is not None else None
         if held is None:
@@ -203,7 +212,7 @@ class PrefixIndex:
             extra = self.extras.get(node)
             yield node, shared, min(shared, extra[0][0]) if extra else shared
 
-    # ---- what comes and goes
+    # ---- changes
 
     def add(
         self,
@@ -212,9 +221,9 @@ class PrefixIndex:
         slots: Sequence[DeviceSlot],
         tokens: Sequence[bytes],
     ) -> list[NodeId]:
-        """Know blocks that were not known, each the child of the one before, first of ``above``.
+        """Add new blocks on the device, each a child of the one before, the first of ``above``.
 
-        They are on the device; ``tokens`` is as long as ``keys``, or empty if not kept.
+        ``tokens`` is as long as ``keys``, or empty if tokens are not kept. Return the nodes.
         """
         nodes = self.nodes
         made = nodes.take(len(keys))
@@ -238,7 +247,7 @@ class PrefixIndex:
         return made
 
     def _follow(self, keys: Sequence[BlockKey], nodes: Sequence[NodeId]) -> None:
-        """List each node, which has no parent, under the key before it."""
+        """List each node under the key before it; the nodes have no parents."""
         assert self._children is not None
         self._before.update(zip(nodes, keys, strict=True))
         if self._children.keys().isdisjoint(keys):
@@ -248,7 +257,7 @@ class PrefixIndex:
                 self._adopt(key, node)
 
     def know(self, above: Above, key: BlockKey, tokens: bytes) -> NodeId:
-        """Know a block that was not known, and that only a tier holds."""
+        """Add a new block that only a tier holds; return its node."""
         [node] = self.nodes.take(1)
         self._node[key] = node
         self.nodes.key[node] = key
@@ -263,20 +272,23 @@ class PrefixIndex:
         return node
 
     def place(self, node: NodeId, slot: DeviceSlot) -> None:
-        """A known block, which was not on the device, is in ``slot``."""
+        """Record that a known block, so far not on the device, is now in ``slot``."""
         assert self.nodes.slot[node] == NO_SLOT
         self.nodes.slot[node] = slot
         self.node_at[slot] = node
         self.nodes.kids[self.nodes.parent[node]] += 1
 
     def replace(self, node: NodeId, slot: DeviceSlot) -> None:
-        """A block on the device is in another slot from now on; the old one has no name."""
+        """Record that a block on the device is now in another slot; free the old slot's entry."""
         self.node_at[self.nodes.slot[node]] = NO_NODE
         self.nodes.slot[node] = slot
         self.node_at[slot] = node
 
     def displace(self, node: NodeId) -> DeviceSlot:
-        """A block is not on the device any more; its slot. Does not count it off its parent."""
+        """Record that a block has left the device; return its slot.
+
+        Does not lower its parent's ``kids``.
+        """
         slot = self.nodes.slot[node]
         assert self.node_at[slot] == node
         self.nodes.slot[node] = NO_SLOT
@@ -284,18 +296,18 @@ class PrefixIndex:
         return slot
 
     def evict(self, nodes: Sequence[NodeId]) -> tuple[list[BlockKey], list[DeviceSlot]]:
-        """Forget blocks that are on the device and nowhere else, children before their parents.
+        """Forget blocks that are only on the device; ``nodes`` has children before their parents.
 
-        Counts nothing off their parents. Keys and slots, in the order given.
+        Does not lower their parents' ``kids``. Return keys and slots, in the order given.
         """
         slots = gather(self.nodes.slot, nodes)
         fill(self.node_at, slots, NO_NODE)
         return self.drop(nodes), slots
 
     def drop(self, nodes: Sequence[NodeId]) -> list[BlockKey]:
-        """Forget blocks, children before their parents; whatever follows them is among them.
+        """Forget blocks; ``nodes`` must include every known block that follows one of them.
 
-        Their keys, in the order given.
+        Return their keys, in the order given.
         """
         rows, children = self.nodes, self._children
         keys = cast("list[BlockKey]", gather(rows.key, nodes))
@@ -304,7 +316,7 @@ class PrefixIndex:
             for above, count in forget_single(children, self._above_each(nodes)).items():
                 held = children[above]
                 assert isinstance(held, Siblings)
-                if not held.drop(count):  # their rows are freed before anything is asked
+                if not held.drop(count):  # ``give`` below makes their entries invalid
                     del children[above]
             if not self.chained:
                 forget(self._before, nodes)
@@ -321,7 +333,10 @@ class PrefixIndex:
     # ---- for people and tests
 
     def families(self) -> Iterator[tuple[BlockKey | None, Root, list[NodeId]]]:
-        """``(parent, root, siblings)`` of everything known, parents before their children."""
+        """Yield ``(parent, root, siblings)`` of all known blocks, parents before children.
+
+        ``parent`` is None for the first blocks of a root.
+        """
         if not self.chained:
             for node, (parent, root) in self.origin.items():
                 yield parent, root, [node]

@@ -1,4 +1,4 @@
-"""Names of things on the device side; a logical node can never pass for a place in memory."""
+"""Types of the ids on the device side: a node's id cannot be mistaken for a place in memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ NodeId = NewType("NodeId", int)
 """A block's logical id in the prefix index, wherever its bytes are; never an address."""
 
 Ticket = NewType("Ticket", int)
-"""Names a copy that is under way; given out by whoever copies."""
+"""Id of a copy in flight; the code that copies assigns it."""
 
 TOKEN_BYTES = 4
-"""A token id, where it is kept; big-endian, so that they sort."""
+"""Bytes of a stored token id; big-endian, so that token ids sort."""
 
 NO_SLOT = DeviceSlot(-1)
 NO_NODE = NodeId(-1)
 
 NOWHERE = NodeId(0)
-"""The parent of what has none; its counters mean nothing."""
+"""The parent of nodes that have none; its counters mean nothing."""
 
 
 Extra = Sequence[tuple[int, bytes]]
-"""``(token offset, content digest)`` of what tokens alone do not tell, see ``KeyScheme.chain``."""
+"""``(token offset, content digest)`` of content other than tokens, see ``KeyScheme.chain``."""
 
 
 class Root(NamedTuple):
-    """Where a prefix begins: the key that binds salt and LoRA adapter, and their names."""
+    """The beginning of a prefix: the key that binds salt and LoRA adapter, and their names."""
 
     key: BlockKey
     salt: str = ""

@@ -1,4 +1,4 @@
-"""What is known of each block, in flat columns indexed by node."""
+"""The data of each known block, in flat columns indexed by node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 class Nodes:
     """One row per block that the index knows, wherever its bytes are.
 
-    Rows are reused; columns only grow and are extended in place, so that others may keep hold of
-    them. Row ``NOWHERE`` always exists. About 60 bytes a row, beside the key.
+    Rows are reused. Columns only grow, and they grow in place, so other code may keep references
+    to them. Row ``NOWHERE`` always exists. A row takes about 60 bytes, without the key.
     """
 
     __slots__ = (
@@ -25,35 +25,35 @@ class Nodes:
 
     def __init__(self) -> None:
         self.key: list[BlockKey | None] = []
-        """The block's name; None if the row is free."""
+        """The block's key; None if the row is free."""
         self.parent: list[NodeId] = []
-        """The node before it in its prefix, a root at the beginning."""
+        """The node before it in its prefix; a root for the first block."""
         self.slot: list[DeviceSlot] = []
-        """Where it is on the device, or ``NO_SLOT``."""
+        """Its slot on the device, or ``NO_SLOT``."""
         self.kids: list[int] = []
-        """How many of its children are on the device and not on their way out."""
+        """Number of its children on the device, without those selected for eviction."""
         self.stamp: list[int] = []
-        """When it became evictable, see ``EvictionOrder``; 0 or less if it is not."""
+        """Its stamp in the ``EvictionOrder``; 0 or less if it is not evictable."""
         self.tokens: list[bytes] = []
         """Its token ids, 4 bytes each, big-endian so that they sort; empty if not kept."""
         self.priority = bytearray()
         self.hits = bytearray()
-        """How often it was reused, counted where there are tiers to tell."""
+        """Number of times it was reused; counted only if there are tiers to report it to."""
         self.special = False
-        """Whether any row ever had another priority than the default."""
+        """True once any row had a priority other than the default, or a time when it reverts."""
         self.floors: dict[NodeId, int] = {}
-        """The lowest priority among a row and its ancestors, where it was asked for; and of these.
+        """Floors already computed: the lowest priority among a row and its ancestors.
 
-        Only while rows are ``special``, and until the priority of one of them changes.
+        Filled by ``floor``, only if ``special``. Cleared when the priority of a row in it changes.
         """
         self.until: dict[NodeId, float] = {}
-        """When the priority of those reverts to the default whose retention ends."""
+        """Time at which a row's priority reverts to the default, if its retention ends."""
         self.free: list[NodeId] = []
         self._grow(1)
         self.free.remove(NOWHERE)
 
     def __len__(self) -> int:
-        """How many rows there are, free ones included."""
+        """Return the number of rows, free ones included."""
         return len(self.key)
 
     def _grow(self, count: int) -> None:
@@ -70,7 +70,7 @@ class Nodes:
         self.free.extend(cast("Iterable[NodeId]", range(first + more - 1, first - 1, -1)))
 
     def take(self, count: int) -> list[NodeId]:
-        """``count`` free rows; the taker fills them, they count no children and are in no order."""
+        """Return ``count`` free rows for the caller to fill; no children, in no eviction order."""
         if count > len(self.free):
             self._grow(count - len(self.free))
         if not count:
@@ -80,7 +80,7 @@ class Nodes:
         return taken
 
     def give(self, nodes: Iterable[NodeId]) -> None:
-        """Free rows that have no children, and that nothing refers to any more, no order either."""
+        """Free rows that have no children and no references, not even from an eviction order."""
         given = list(nodes)
         fill(self.key, given, None)
         if self.special:
@@ -91,7 +91,7 @@ class Nodes:
         self.free.extend(given)
 
     def set_priority(self, node: NodeId, priority: int) -> None:
-        """Give a row a priority."""
+        """Set the priority of a row."""
         self.special = self.special or priority != PRIORITY_DEFAULT
         self.priority[node] = priority
         if node in self.floors:
@@ -99,11 +99,14 @@ class Nodes:
 
     def set_until(self, node: NodeId, until_s: float) -> None:
         """Note when the priority of a row reverts to the default."""
-        self.special = True  # whoever frees the row has to look for it
+        self.special = True  # so that ``give`` removes the entry
         self.until[node] = until_s
 
     def floor(self, node: NodeId) -> int:
-        """The lowest priority among the block and its ancestors; a step per ancestor at first."""
+        """Return the lowest priority among the block and its ancestors.
+
+        The first call takes a step per ancestor; later calls use ``floors``.
+        """
         if not self.special:
             return PRIORITY_DEFAULT
         floors, chain = self.floors, list[NodeId]()

@@ -15,10 +15,10 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
 STEP: Final = 2
 _FIRST: Final = 1 << 40
-"""Stamps begin here, so that there are as many before it for what is to go next."""
+"""The first stamp; the stamps below it are for nodes added by ``push_front``."""
 RUN_MAX: Final = 1024
 SLACK_MAX: Final = 1024
-"""How many entries may be out of date before they are swept, beside as many as are valid."""
+"""Invalid entries allowed, beyond the number of valid ones, before a sweep begins."""
 
 
 class _Run:
@@ -32,7 +32,10 @@ class _Run:
         self.at = 0
 
     def extend(self, nodes: list[NodeId], stamps: Sequence[int]) -> bool:
-        """Take in nodes that follow without a gap, if there are few of them."""
+        """Append nodes if their stamps follow without a gap and the run has room for them.
+
+        Return whether they were appended.
+        """
         mine = self.stamps
         if not (isinstance(mine, range) and isinstance(stamps, range)):
             return False
@@ -46,8 +49,8 @@ class _Run:
 class _Queue:
     """The evictable nodes of one priority.
 
-    ``swept`` is older than ``runs``. An entry is valid while its node still has its stamp. Even
-    stamps are in runs; what got out of step has an odd one and is in the heap ``late``.
+    ``swept`` is older than ``runs``. An entry is valid while its node still has its stamp. Runs
+    hold even stamps. Entries that were added out of sequence have odd stamps, in the heap ``late``.
     """
 
     __slots__ = ("late", "runs", "swept")
@@ -62,40 +65,40 @@ class _Queue:
 
 
 class EvictionOrder:
-    """Orders nodes that nobody references by the time at which they should be given up.
+    """Keeps unreferenced nodes in the order in which they should be evicted.
 
-    Pure and synchronous. Push and removal cost a few operations per batch and two per node; an
+    Pure and synchronous. Push and removal take a few operations per batch and two per node. An
     entry that became invalid is skipped when its turn comes, or swept before there are too many.
-    A node with children on the device waits aside until the last of them is gone, and then takes
-    its place by its stamp.
+    A node with children on the device is parked until its last child is gone. Then it returns to
+    the place that its stamp gives it.
     """
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._queues = [_Queue() for _ in range(PRIORITY_MAX + 1)]
         self._used = 0
-        """A bit per priority whose queue is not empty."""
+        """A bit per priority, set if its queue may hold entries."""
         self._parked: set[NodeId] = set()
-        """Met in their turn while they had children; may hold nodes that left the order since."""
+        """Nodes that had children when their turn came; some may have left the order since."""
         self._len = 0
         self.entries = 0
-        """How much is kept, the invalid entries included."""
+        """Number of entries kept, invalid ones included."""
         self.next_stamp = _FIRST
-        """Of what becomes evictable next; grows by ``STEP`` with each node."""
+        """Stamp of the next node that is pushed; grows by ``STEP`` with each node."""
         self._front = _FIRST - 1
         self._sweeping = 0
 
     def __len__(self) -> int:
-        """How many nodes are in the order, those with children included."""
+        """Return the number of nodes in the order, those with children included."""
         return self._len
 
     def __contains__(self, node: NodeId) -> bool:
         return self._nodes.stamp[node] > 0
 
     def push(self, nodes: list[NodeId]) -> None:
-        """Add ``nodes``, which are not in the order, as most recently used, the last the most.
+        """Add ``nodes``, which are not in the order, as most recently used, the last one newest.
 
-        Takes the list over.
+        Takes ownership of the list.
         """
         first = self.next_stamp
         self.next_stamp = end = first + STEP * len(nodes)
@@ -131,9 +134,9 @@ class EvictionOrder:
             runs.append(_Run(nodes[start : start + RUN_MAX], stamps[start : start + RUN_MAX]))
 
     def push_front(self, nodes: Sequence[NodeId]) -> None:
-        """Add ``nodes``, which are not in the order, as the next to go at their priority.
+        """Add ``nodes``, which are not in the order, as the next to evict at their priority.
 
-        The first of them goes first.
+        The first node is evicted first.
         """
         for node in reversed(nodes):
             self._front -= STEP
@@ -142,7 +145,7 @@ class EvictionOrder:
         self._tidy(len(nodes))
 
     def _place(self, node: NodeId, stamp: int) -> None:
-        """Enter a node out of step; ``stamp`` is odd."""
+        """Add an entry for a node out of sequence; ``stamp`` is odd."""
         priority = self._nodes.priority[node]
         self._nodes.stamp[node] = stamp
         heappush(self._queues[priority].late, (stamp, node))
@@ -150,7 +153,7 @@ class EvictionOrder:
         self._used |= 1 << priority
 
     def remove(self, nodes: Sequence[NodeId]) -> list[int]:
-        """Take ``nodes``, which are in the order, out of it; what ``restore`` needs."""
+        """Take ``nodes``, which are in the order, out of it; return the stamps for ``restore``."""
         stamp = self._nodes.stamp
         stamps = gather(stamp, nodes)
         fill(stamp, nodes, 0)
@@ -158,17 +161,17 @@ class EvictionOrder:
         return stamps
 
     def restore(self, nodes: Sequence[NodeId], stamps: Sequence[int]) -> None:
-        """Undo ``remove``: every node is in its old place."""
+        """Undo ``remove``: put every node back in its old place."""
         for node, at in zip(nodes, stamps, strict=True):
             self._place(node, at | 1)
         self._len += len(nodes)
 
     def reprioritized(self, node: NodeId) -> None:
-        """The priority of ``node``, which is in the order, was changed: it moves accordingly."""
+        """Move ``node``, which is in the order, to the queue of its changed priority."""
         self._place(node, self._nodes.stamp[node] | 1)
 
     def orphaned(self, node: NodeId) -> None:
-        """The last child of ``node`` left the device: it may go now, if it is in the order."""
+        """Make ``node`` evictable if it was parked; its last child has left the device."""
         if node in self._parked:
             self._parked.discard(node)
             at = self._nodes.stamp[node]
@@ -176,10 +179,10 @@ class EvictionOrder:
                 self._place(node, at | 1)
 
     def select(self, count: int) -> list[NodeId]:
-        """Take out the ``count`` nodes that go first, in that order; each of them was a leaf then.
+        """Take out the ``count`` nodes to evict first and return them in that order.
 
-        Parents count a child less for each. There may be fewer, if too many have children that
-        are not in the order.
+        Each node is a leaf when it is taken, and its parent's ``kids`` falls by one. Returns fewer
+        if too many nodes have children that are not in the order.
         """
         victims: list[NodeId] = []
         while len(victims) < count:
@@ -195,7 +198,7 @@ class EvictionOrder:
         return victims
 
     def unselect(self, victims: Sequence[NodeId]) -> None:
-        """Undo ``select``: every node is in its old place."""
+        """Undo ``select``: put every node back in its old place."""
         nodes = self._nodes
         for node in victims:
             nodes.kids[nodes.parent[node]] += 1
@@ -203,7 +206,7 @@ class EvictionOrder:
         self._len += len(victims)
 
     def _drain(self, queue: _Queue, victims: list[NodeId], count: int) -> None:
-        """Select from one priority until there are enough, or another may come first."""
+        """Select from one priority until there are enough, or another queue may come first."""
         nodes, late, parked = self._nodes, queue.late, self._parked
         while len(victims) < count and (runs := queue.swept or queue.runs):
             run = runs[0]
@@ -235,7 +238,7 @@ class EvictionOrder:
             self._take_late(queue, victims)
 
     def _take_late(self, queue: _Queue, victims: list[NodeId]) -> None:
-        """Select the first of those out of step, if it is valid and a leaf."""
+        """Select the first entry of ``late``, if it is valid and a leaf."""
         nodes = self._nodes
         mark, node = heappop(queue.late)
         self.entries -= 1
@@ -252,12 +255,12 @@ class EvictionOrder:
             self.orphaned(above)
 
     def _tidy(self, pushed: int) -> None:
-        """Work off some invalid entries, in proportion to what was pushed."""
+        """Sweep some invalid entries if there are too many, in proportion to what was pushed."""
         if self.entries > 2 * self._len + SLACK_MAX:
             self._sweep(2 * pushed)
 
     def _sweep(self, budget: int) -> None:
-        """Drop what is invalid among about ``budget`` entries, the longest unswept ones."""
+        """Drop the invalid ones among about ``budget`` entries; the longest unswept come first."""
         idle = 0
         while budget > 0 and idle <= PRIORITY_MAX:
             queue = self._queues[self._sweeping]
@@ -271,7 +274,10 @@ class EvictionOrder:
             idle += 1
 
     def _sweep_run(self, queue: _Queue) -> int:
-        """Move the oldest unswept run to the swept ones, without its invalid entries."""
+        """Move the oldest unswept run, without its invalid entries, to ``swept``.
+
+        Return the cost: the number of its entries and one.
+        """
         run, stamp = queue.runs.popleft(), self._nodes.stamp
         entries = zip(run.nodes[run.at :], run.stamps[run.at :], strict=True)
         valid = [(node, mark) for node, mark in entries if stamp[node] == mark]
@@ -298,14 +304,14 @@ class EvictionOrder:
         self.entries -= before - len(queue.late)
 
     def ordered(self) -> list[NodeId]:
-        """All nodes in the order, first to go first, as if each were a leaf; O(n log n)."""
+        """Return all nodes, next to evict first, as if each were a leaf; O(n log n)."""
         nodes = self._nodes
         held = [node for node in range(len(nodes)) if nodes.stamp[node] > 0]
         held.sort(key=lambda node: (nodes.priority[node], nodes.stamp[node] | 1))
         return [NodeId(node) for node in held]
 
     def check(self) -> None:
-        """Assert that every node has one valid entry or waits aside for its children; O(n)."""
+        """Assert that every node has one valid entry or is parked for its children; O(n)."""
         nodes = self._nodes
         found: dict[NodeId, int] = {}
         entries = 0

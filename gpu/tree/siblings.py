@@ -10,11 +10,11 @@ from kvladder.gpu.tree.nodes import Nodes
 from kvladder.keys import KEY_BYTES
 
 CANDIDATES_MAX = 64
-"""Children looked at for a partial match; those that share most come first."""
+"""Most children examined for a partial match; those that share most tokens come first."""
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading token ids, 4 bytes each and big-endian, two strings of them share."""
+    """Return how many leading token ids two byte strings share; 4 bytes each, big-endian."""
     size = min(len(left), len(right))
     left, right = left[:size], right[:size]
     if left == right:
@@ -24,15 +24,15 @@ def common_tokens(left: bytes, right: bytes) -> int:
 
 
 def label(rows: Nodes, node: NodeId) -> bytes:
-    """What siblings are sorted by: first of all their tokens."""
+    """Return a node's sort key among its siblings: its tokens, then its key."""
     return rows.tokens[node] + (rows.key[node] or b"")
 
 
 class Siblings:
     """Children of one block, sorted by their tokens.
 
-    Giving one up costs the same however many there are: it is only counted off, and swept with
-    others once there are more such entries than children.
+    Dropping a child takes constant time: it only lowers the count. The entries of dropped children
+    are swept together, once they outnumber the children by ``CANDIDATES_MAX``.
     """
 
     __slots__ = ("_labels", "_nodes", "_rows", "alive")
@@ -42,22 +42,25 @@ class Siblings:
         self._labels: list[bytes] = []
         self._nodes: list[NodeId] = []
         self.alive = 0
-        """How many children there are."""
+        """Number of children."""
 
     def add(self, node: NodeId) -> None:
-        """Take in a child, whose row is filled in."""
+        """Add a child; its row must be filled in already."""
         self._sweep()
         self.alive += 1
         name = label(self._rows, node)
         at = bisect_left(self._labels, name)
-        if at < len(self._labels) and self._labels[at] == name:  # given up before
+        if at < len(self._labels) and self._labels[at] == name:  # dropped before
             self._nodes[at] = node
         else:
             self._labels.insert(at, name)
             self._nodes.insert(at, node)
 
     def drop(self, count: int) -> int:
-        """Count children off whose rows are about to be freed; how many are left."""
+        """Lower the number of children by ``count`` and return it.
+
+        The caller frees the rows of these children next, which makes their entries invalid.
+        """
         self.alive -= count
         return self.alive
 
@@ -72,11 +75,11 @@ class Siblings:
             self._nodes = [self._nodes[at] for at in valid]
 
     def nodes(self) -> list[NodeId]:
-        """All children, sorted."""
+        """Return all children, sorted."""
         return [node for at, node in enumerate(self._nodes) if self._valid(at)]
 
     def nearest(self, tokens: bytes) -> Iterator[tuple[NodeId, int]]:
-        """Children that begin like ``tokens``, and how many tokens they share: the most first."""
+        """Yield children that begin like ``tokens``, and how many tokens they share, most first."""
         self._sweep()
         labels = self._labels
         right = bisect_left(labels, tokens)
