@@ -16,15 +16,15 @@ from kvladder.gpu.copy.ranges import ranged
 JobId = NewType("JobId", int)
 
 Direction = Literal["offload", "onboard"]
-"""From the engine's blocks to slots, and back."""
+"""From the engine's blocks to slots (offload), or back (onboard)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
     """Blocks to copy: ``blocks[i]`` to or from ``slots[i]``. Plain data; may cross processes.
 
-    Whoever makes it sees to it that nobody else writes what it reads, or touches what it writes,
-    until it is reported as finished.
+    The caller must keep all other code from writing what the job reads, and from touching what it
+    writes, until the job is reported as finished.
     """
 
     id: JobId
@@ -32,71 +32,74 @@ class CopyJob:
     blocks: tuple[int, ...]
     slots: tuple[Slot, ...]
     group: int = 0
-    """Which of the copier's kinds of blocks these are."""
+    """Group of the blocks, one of the groups that the copier was made for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A job that is over: its bytes are there, or they are not (and may be garbage)."""
+    """A job that is over. If it failed, its target bytes are undefined."""
 
     id: JobId
     ok: bool
     bytes: int
     seconds: float
-    """From the beginning of its copy to its end."""
+    """Time from the beginning of its copy to its end."""
     error: str = ""
-    """Why it failed."""
+    """Reason of the failure; "" if there was none."""
 
 
 class Copier(ABC):
-    """Copies blocks in the background. Called by one thread, the engine's.
+    """Copies blocks in the background. Only the engine's thread calls it.
 
-    Jobs of one direction run in order; those of the two directions may overtake each other.
+    Jobs of one direction run in order; jobs of different directions may overtake each other.
     """
 
     @abstractmethod
     def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
-        """Begin a copy after what the engine's device was told to do so far; returns at once.
+        """Queue a copy after the work that the engine's device has so far; return at once.
 
-        ``by_layer`` has it go layer by layer, all blocks of one before the next, so that a fence
-        may name a layer; where that is slower than whole blocks by far, these are copied.
+        With ``by_layer``, all blocks of one layer are copied before the next layer, so that a
+        fence may name a layer. Where that is much slower, whole blocks are copied instead.
         """
 
     @abstractmethod
     def poll(self) -> list[Finished]:
-        """The jobs that ended since the last call, each reported once; never waits."""
+        """Return the jobs that ended since the last call, each once; never wait."""
 
     @abstractmethod
     def wait(self, ids: Sequence[JobId]) -> None:
-        """Return when these jobs are over; ids that are not under way are over."""
+        """Wait until these jobs are over; an id that is not in flight counts as over."""
 
     @abstractmethod
     def rest(self, timeout_s: float) -> None:
-        """Return when there is something to poll, or after ``timeout_s``."""
+        """Wait until there is a job to poll, at most ``timeout_s``."""
 
     @abstractmethod
     def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
-        """Whatever the engine tells its device from now on happens after these jobs.
+        """Make the device work that the engine queues from now on wait for these jobs.
 
-        Of a job that goes by layer, after the bytes of one ``layer`` if that is named.
-        What is known to have failed is reported by the next ``poll``, before they may be read.
+        If ``layer`` is named, a job that goes by layer delays it only until the layer's bytes are
+        there. The next ``poll`` reports the failures known by now, before the blocks may be read.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """End what was submitted: nothing touches the engine's tensors until more is."""
+        """Wait until all jobs are over; until the next ``submit`` no copy touches the tensors."""
 
     def moved(self) -> None:
-        """The memory behind the pages lies elsewhere now; no job is under way."""
+        """Take the new addresses of the pages, whose memory has moved; no job is in flight."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was submitted, then all threads; ``poll`` still reports. May be called again."""
+        """Wait for all jobs, then end all threads; may be called again.
+
+        ``poll`` still reports the jobs that ended.
+        """
 
 
 @dataclass(slots=True)
 class Task:
-    """A job under way."""
+    """A job in flight."""
 
     job: CopyJob
     steps: Iterator[Sequence[str]]
@@ -104,11 +107,10 @@ class Task:
 
 
 class ThreadedCopier(Copier):
-    """A copier with a thread that works through jobs in small steps, onboarding first.
+    """A copier with a thread that runs jobs in small steps, onboarding first.
 
-    A step is what its subclass does between two yields, of the names of layers that have come
-    whole; a job that is being offloaded gives way to one that an engine waits for after at most
-    one step.
+    A step is the subclass's work up to its next yield, which names the layers that are complete.
+    So a job that onboards waits for at most one step of a job that offloads.
     """
 
     def __init__(self, *, name: str, now: Callable[[], float] = perf_counter) -> None:
@@ -116,7 +118,7 @@ class ThreadedCopier(Copier):
         self._changed = threading.Condition()
         self._tasks: dict[Direction, deque[Task]] = {"onboard": deque(), "offload": deque()}
         self._active: dict[JobId, set[str]] = {}
-        """The jobs under way, and what has come of those that go by layer."""
+        """The jobs in flight, each with the names of its layers that are complete."""
         self._finished: list[Finished] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -124,10 +126,10 @@ class ThreadedCopier(Copier):
 
     @abstractmethod
     def block_bytes(self, group: int) -> int:
-        """Bytes that are copied per block of a group."""
+        """Return the number of bytes copied per block of a group."""
 
     def _submit(self, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
-        """Have the thread run ``steps``, an iterator that does a part of ``job`` at each turn."""
+        """Queue ``job`` for the thread; each item of ``steps`` does a part of it."""
         with self._changed:
             if self._closed:
                 self._finished.append(Finished(job.id, False, 0, 0.0, "the copier is closed"))
@@ -150,7 +152,7 @@ class ThreadedCopier(Copier):
             del task
 
     def _step(self, task: Task) -> bool:
-        """Do one part of a task; whether it was the last one."""
+        """Do one step of a task; return whether the task is over."""
         if task.begun_s is None:
             task.begun_s = self._now()
         try:
@@ -169,7 +171,7 @@ class ThreadedCopier(Copier):
         return True
 
     def _report(self, job: CopyJob, begun_s: float, *, error: str = "") -> None:
-        """The job is over, its copy included."""
+        """Report a job that is over, with its time and error."""
         size = 0 if error else len(job.blocks) * self.block_bytes(job.group)
         finished = Finished(job.id, not error, size, self._now() - begun_s, error)
         with self._changed:

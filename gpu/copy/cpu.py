@@ -16,22 +16,22 @@ from kvladder.gpu.copy.pages import Page, Parts, RankShare, by_group
 Bytes = NDArray[np.uint8]
 
 STEP_BYTES = 8 << 20
-"""About what is offloaded at a time: a request that waits to be loaded waits so much longer."""
+"""Approximate bytes per step of an offload; a load may wait for one such step."""
 
 
 class CpuCopier(ThreadedCopier):
-    """Copies by NumPy, which lets go of the interpreter lock once per run of blocks.
+    """Copies with NumPy, which releases the interpreter lock once per run of blocks.
 
-    Pages of one size at even distances, as one layer after the other, are one two-dimensional
-    copy; blocks that are neighbours on both sides are copied together. (A ``memmove`` per page
-    takes the lock back once per page, which an engine that is busy in Python grants after 5 ms.)
+    Pages of one size at even distances, such as consecutive layers, are one two-dimensional copy.
+    Blocks that are neighbours on both sides are copied together. (A ``memmove`` per page would take
+    the lock once per page, and an engine that is busy in Python grants it only after 5 ms.)
 
     Parameters
     ----------
     parts:
         This rank's pages; their device is ``cpu``.
     arena:
-        Stays open until the copier is closed.
+        Must stay open until the copier is closed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CpuCopier(ThreadedCopier):
         self._submit(job, self._layers(job) if by_layer else self._steps(job))
 
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
-        """Whole blocks, some at each turn."""
+        """Copy whole blocks, ``step_blocks`` of them per step."""
         group = self._groups[job.group]
         require_places(job, blocks=group.pages.blocks, slots=self._slots)
         for start in range(0, len(job.blocks), group.step_blocks):
@@ -65,7 +65,7 @@ class CpuCopier(ThreadedCopier):
             yield ()
 
     def _layers(self, job: CopyJob) -> Iterator[Sequence[str]]:
-        """All blocks, a layer at each turn."""
+        """Copy all blocks, a layer per step."""
         group = self._groups[job.group]
         require_places(job, blocks=group.pages.blocks, slots=self._slots)
         runs = [*_neighbours(job, 0, len(job.blocks))]
@@ -76,7 +76,7 @@ class CpuCopier(ThreadedCopier):
 
 
 class _ArrayGroup:
-    """Blocks of one kind, as arrays to copy between."""
+    """The blocks of one group, as arrays to copy between."""
 
     def __init__(self, part: RankShare, arena: Arena) -> None:
         self.pages = part.pages
@@ -94,7 +94,7 @@ class _ArrayGroup:
 
 
 def _copy(direction: Direction, neighbours: tuple[int, int, int], run: tuple[Bytes, Bytes]) -> None:
-    """Copy some blocks' bytes in a run of pages."""
+    """Copy one run of pages of some neighbouring blocks."""
     block, slot, count = neighbours
     mine, theirs = run[0][block : block + count], run[1][slot : slot + count]
     if direction == "offload":
@@ -104,7 +104,7 @@ def _copy(direction: Direction, neighbours: tuple[int, int, int], run: tuple[Byt
 
 
 def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of pairs that follow each other on both sides: block, slot, count."""
+    """Yield runs of pairs that are consecutive on both sides: first block, first slot, count."""
     while start < end:
         block, slot = job.blocks[start], job.slots[start]
         stop = start + 1
@@ -137,7 +137,7 @@ def _continues(run: Sequence[Page], page: Page) -> bool:
 
 
 def _blocks(run: Sequence[Page], blocks: int) -> Bytes:
-    """The engine's memory as ``[blocks, pages, bytes]``."""
+    """Return the engine's memory as ``[blocks, pages, bytes]``."""
     first = run[0]
     step = run[1].view.data_ptr() - first.view.data_ptr() if len(run) > 1 else first.size_bytes
     shape = (blocks, len(run), first.size_bytes)
@@ -145,14 +145,14 @@ def _blocks(run: Sequence[Page], blocks: int) -> Bytes:
 
 
 def _slots(run: Sequence[Page], base: int, slots: int, slot_bytes: int) -> Bytes:
-    """The arena as ``[slots, pages, bytes]``."""
+    """Return the arena as ``[slots, pages, bytes]``."""
     first = run[0]
     shape = (slots, len(run), first.size_bytes)
     return _array(base + first.offset, shape, (slot_bytes, first.size_bytes, 1))
 
 
 def _array(address: int, shape: tuple[int, int, int], strides: tuple[int, int, int]) -> Bytes:
-    """A view of memory that somebody else owns."""
+    """Return a view of memory that the engine or the arena owns."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = memoryview((ctypes.c_uint8 * span).from_address(address)).cast("B")
     return np.ndarray(shape, np.uint8, memory, 0, strides)

@@ -1,4 +1,4 @@
-"""Copies on CUDA devices: batches by the driver, staging by torch; and the choice of a copier."""
+"""Copies on CUDA devices: the driver copies batches, torch stages; and the choice of a copier."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ IN_STREAM_ORDER, ANY_TIME = 1, 3
 REGISTER_FLAGS = 1 | 2
 """Portable, and mapped: every context and every kernel may use the memory."""
 BATCH_SINCE = 12080
-"""The version of CUDA whose driver copies in batches, and by whose rules it is called."""
+"""First CUDA version with batched copies in its driver; the call follows its interface."""
 _Call = Callable[..., int]
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; the places are hints that matter for managed memory alone."""
+    """CUmemcpyAttributes; the places are hints that matter only for managed memory."""
 
     _fields_ = (
         ("order", ctypes.c_uint),
@@ -59,16 +59,16 @@ _BATCH = ctypes.CFUNCTYPE(
 
 @cache
 def driver() -> Any:
-    """The driver's library, which torch has loaded.
+    """Return the driver's library, which torch has loaded.
 
-    What is refused by a call of the driver itself is told by its answer alone. The runtime would
-    keep it as the last error, and the engine's next kernel would raise it.
+    A driver call reports a refusal only by its return value. The runtime would keep it as the last
+    error, and the engine's next kernel would raise it.
     """
     return ctypes.CDLL("libcuda.so.1")
 
 
 def batched_by_driver() -> _Call | None:
-    """``cuMemcpyBatchAsync``, where cuda-bindings are there and the driver has it."""
+    """Return ``cuMemcpyBatchAsync``, or None if cuda-bindings or the driver lacks it."""
     try:
         bindings: Any = import_module("cuda.bindings.driver")
     except ImportError:
@@ -79,18 +79,18 @@ def batched_by_driver() -> _Call | None:
 
 
 def batched_by_vllm() -> _Call | None:
-    """The operation of the same purpose that vLLM has, in its processes."""
+    """Return vLLM's operation of the same purpose, or None outside vLLM's processes."""
     found: Any = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
     return found  # type: ignore[no-any-return]
 
 
 class CudaDevice(Device):
-    """A device of torch's on CUDA.
+    """A CUDA device of torch.
 
     Parameters
     ----------
     device:
-        With its index.
+        The device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class CudaDevice(Device):
         count = len(batch.sizes)
         if not count:
             return
-        with self._cuda.stream(stream):  # and its device's context
+        with self._cuda.stream(stream):  # this also sets its device's context
             if self._batch is not None:
                 self._in_one_call(self._batch, batch, stream.cuda_stream)
             elif self._vllm is not None:
@@ -179,7 +179,7 @@ class CudaDevice(Device):
         if move is None:
             logger.info("small pages are copied as large ones are: a kernel for them needs triton")
             return
-        # Each kind of element is a kernel of its own, whose making no copy is to wait for.
+        # Each element type compiles to its own kernel. Compile now, so that no copy waits for it.
         try:
             stream = self.new_stream()
             words = torch.zeros(2, dtype=torch.int64).pin_memory()
@@ -241,10 +241,10 @@ class CudaDevice(Device):
         self._enter()
 
     def _enter(self) -> None:
-        """Make the device's context the calling thread's, as calls of the driver need.
+        """Make the device's context current in the calling thread, as driver calls need it.
 
-        The runtime does so at a call of its own that works with the device. torch makes none where
-        the device is the first, which every new thread has.
+        The runtime does this only in its own calls that use the device. torch makes no such call
+        for the first device, because every new thread has that one already.
         """
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._check(self._driver.cuDeviceGet(ctypes.byref(device), self._device.index or 0))
@@ -262,7 +262,7 @@ class CudaDevice(Device):
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys")) -> int | None:
-    """The NUMA node that a device is at; None if there is one only, or nobody tells."""
+    """Return the device's NUMA node; None if there is only one or the node is not known."""
     if device.type != "cuda":
         return None
     cuda: Any = torch.cuda  # its annotations are incomplete
@@ -270,13 +270,13 @@ def numa_node(device: torch.device, root: Path = Path("/sys")) -> int | None:
     try:
         name = f"{has.pci_domain_id:04x}:{has.pci_bus_id:02x}:{has.pci_device_id:02x}.0"
         node = int((root / "bus/pci/devices" / name / "numa_node").read_text())
-    except (AttributeError, OSError):  # an older torch tells no address
+    except (AttributeError, OSError):  # an older torch has no PCI address
         return None
     return node if node >= 0 else None
 
 
 def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page and its columns of the staging rows, in the widest elements that fit both."""
+    """Return a page and its columns of the staging rows, in the widest elements that fit both."""
     part = rows[:, page.offset : page.offset + page.size_bytes]
     unit = gcd(page.size_bytes, page.stride_bytes, page.view.data_ptr(), part.data_ptr(), 8)
     unit = gcd(unit, rows.stride(0))
@@ -285,14 +285,14 @@ def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copier_for(parts: Parts, arena: Arena) -> Copier:
-    """The copier that fits a device: between these pages and the slots of ``arena``.
+    """Return the copier for the device of these pages, between them and the slots of ``arena``.
 
-    The arena outlives it.
+    The arena must outlive the copier.
 
     Raises
     ------
     LayoutError
-        The tensors are on several devices, or on one that there is no copier for.
+        The tensors are on several devices, or on a device without a copier.
     """
     devices = {part.pages.device for part in by_group(parts).values()}
     if len(devices) > 1:

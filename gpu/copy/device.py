@@ -1,4 +1,4 @@
-"""What a copier needs of a device with streams of its own: the seam that tests simulate."""
+"""The interface of a device with streams, as a copier needs it; tests simulate it."""
 
 from __future__ import annotations
 
@@ -13,91 +13,94 @@ from numpy.typing import NDArray
 from kvladder.gpu.copy.pages import Page
 
 Stream = Any
-"""Work that a device does in order; None stands for the engine's own."""
+"""A queue of work that a device does in order; None means the engine's own stream."""
 Event = Any
 """A point in a stream's work."""
 Addresses = NDArray[np.uint64]
 
 
 class CopyRuns(NamedTuple):
-    """Runs of bytes to copy, in no order among themselves: none overlaps another's target."""
+    """Runs of bytes to copy in any order: no run overlaps the target of another."""
 
     targets: Addresses
     sources: Addresses
     sizes: Addresses
     steady: bool
-    """Whether the sources are complete already, and nothing writes them before the copy ends."""
+    """True if the sources are complete already, and nothing writes them before the copy ends."""
 
 
 class Device(ABC):
-    """One device, as the engine's thread uses it. Nothing but ``wait`` and ``pause`` waits.
+    """One device, as the engine's thread uses it. Only ``wait`` and ``pause`` wait.
 
-    What is told to a stream happens in the order in which it was told; streams order among each
-    other by events alone. Each call raises RuntimeError if the device refuses.
+    A stream does its work in the order in which it was queued. Only events order the work of
+    different streams. Each call raises RuntimeError if the device refuses.
     """
 
     batched: bool
-    """Whether ``copy`` hands all runs over in one call."""
+    """True if ``copy`` hands all runs over in one call."""
     small_bytes: int = 0
-    """Runs of up to so many bytes, on the average, are for ``move``; 0 as long as it cannot."""
+    """Largest average run, in bytes, for which to use ``move``; 0 while ``move`` is not ready."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A stream that runs beside the engine's."""
+        """Return a new stream that runs beside the engine's."""
 
     @abstractmethod
     def mark(self, stream: Stream = None) -> Event:
-        """An event at the present end of a stream."""
+        """Return an event at the present end of a stream."""
 
     @abstractmethod
     def after(self, stream: Stream, event: Event) -> None:
-        """What ``stream`` is told from now on happens after ``event``."""
+        """Make the work that ``stream`` gets from now on wait for ``event``."""
 
     @abstractmethod
     def is_over(self, event: Event) -> bool:
-        """Whether the device has reached an event; raises what went wrong on its way there."""
+        """Return whether the device has reached an event; raise if the work before it failed."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Return when the device has reached an event."""
+        """Wait until the device has reached an event."""
 
     @abstractmethod
     def seconds(self, begun: Event, ended: Event) -> float:
-        """The device's time between two events that are over."""
+        """Return the device's time between two events that are over."""
 
     @abstractmethod
     def now(self) -> float:
-        """The host's time, seconds."""
+        """Return the host's time in seconds."""
 
     @abstractmethod
     def pause(self, seconds: float) -> None:
-        """Return after so long; other threads run meanwhile."""
+        """Sleep for ``seconds``; other threads run meanwhile."""
 
     @abstractmethod
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         """Copy between device memory and host memory; the arrays may be reused on return.
 
-        Host memory that is not registered makes this wait for the whole stream.
+        If the host memory is not registered, this waits for the whole stream.
         """
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do what takes a while before ``move`` can be called. Any thread that is bound."""
+        """Do the slow preparations for ``move``. Any bound thread may call this."""
 
     @abstractmethod
     def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
-        """Copy by one kernel, between device memory and host memory that is registered.
+        """Copy with one kernel, between device memory and registered host memory.
 
-        Returns what tells the kernel of the runs: kept until the stream has read it.
+        Return the kernel's table of runs; the caller keeps it until the stream has read it.
         """
 
     @abstractmethod
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Numbers for ``gather``, in registered host memory: kept until the stream has read it."""
+        """Return block numbers for ``gather``, in registered host memory.
+
+        The caller keeps them until the stream has read them.
+        """
 
     @abstractmethod
     def staging(self, size: int) -> torch.Tensor:
-        """Device memory of ``size`` bytes; raises torch.OutOfMemoryError."""
+        """Return device memory of ``size`` bytes; may raise torch.OutOfMemoryError."""
 
     @abstractmethod
     def gather(
@@ -109,16 +112,17 @@ class Device(ABC):
         *,
         out: bool,
     ) -> None:
-        """Copy blocks, page by page, into rows of device memory that hold one each; or back.
+        """Copy blocks, page by page, to rows of device memory that hold one block each, or back.
 
-        ``out`` tells which way; raises torch.OutOfMemoryError.
+        If ``out``, copy from the blocks to the rows. May raise torch.OutOfMemoryError.
         """
 
     @abstractmethod
     def register(self, address: int, size: int) -> str:
-        """Have the device copy from and to host memory directly: "" or why it cannot.
+        """Let the device access host memory directly; return "" or the reason it cannot.
 
-        Leaves no error behind for the engine's next kernel to raise. Any thread that is bound.
+        Leaves no error behind that the engine's next kernel would raise. Any bound thread may call
+        this.
         """
 
     @abstractmethod
@@ -127,8 +131,8 @@ class Device(ABC):
 
     @abstractmethod
     def bind(self) -> None:
-        """Make this the device of the calling thread, which else opens a context on the first."""
+        """Make this the calling thread's device; else it opens a context on the first device."""
 
     @abstractmethod
     def background(self, steps: Iterator[None]) -> Callable[[], None]:
-        """Work through ``steps`` in a thread; returns what waits for its end."""
+        """Run ``steps`` in a thread; return a function that waits for its end."""

@@ -1,7 +1,7 @@
 """A kernel that moves runs of bytes between a device's memory and registered host memory.
 
-The engines that copy memory spend about as long on any run as the bus takes for some 28 KiB. Below
-that a kernel is faster, which reads and writes the host's memory across the bus itself.
+A device's copy engine spends on any run at least the time in which the bus moves about 28 KiB.
+Below that size a kernel is faster: it reads and writes the host's memory across the bus itself.
 """
 # ruff: noqa: ANN001, ANN202, N803 - Triton reads the source, and takes no annotation but its own
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
@@ -20,18 +20,18 @@ import torch
 from kvladder.gpu.copy.device import CopyRuns
 
 SMALL_BYTES: Final = 28 << 10
-"""Up to so many bytes in a run, on the average, the kernel is taken."""
+"""Largest average run, in bytes, for which the kernel is used."""
 PROGRAMS_MAX: Final = 32
-"""How many programs move runs at once: enough for the bus, and few of a device's processors."""
+"""Programs that move runs at once: enough for the bus, and few of a device's processors."""
 ELEMENTS: Final = 1024
-"""How many elements a program moves at a time."""
+"""Number of elements that a program moves at a time."""
 UNIT_MAX: Final = 8
 
 Mover = Callable[[torch.Tensor, int], None]
-"""Moves the runs of a table, by elements of so many bytes, on the current stream."""
+"""Moves the runs of a table on the current stream; the number is the bytes per element."""
 
 tl: Any = None
-"""triton.language, which the kernel's source names."""
+"""The module ``triton.language``, which the kernel's source names; set by ``mover``."""
 
 
 def _move(  # type: ignore[no-untyped-def]
@@ -41,7 +41,7 @@ def _move(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Each program moves every n-th run, a width of elements at a time."""
+    """Move every n-th run, for n programs; ``WIDTH`` elements at a time."""
     for run in range(tl.program_id(0), runs, tl.num_programs(0)):
         target = tl.load(table + run).to(tl.pointer_type(KIND))
         source = tl.load(table + runs + run).to(tl.pointer_type(KIND))
@@ -52,7 +52,7 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 def mover() -> Mover | None:
-    """The kernel, compiled when it first runs; None where Triton is not installed."""
+    """Return the kernel, compiled at its first run; None if Triton is not installed."""
     global tl
     try:
         triton: Any = import_module("triton")
@@ -71,7 +71,7 @@ def mover() -> Mover | None:
 
 
 def table_of(batch: CopyRuns) -> tuple[torch.Tensor, int]:
-    """A batch as the kernel reads it, and the widest element that all its runs consist of."""
+    """Return a batch as the kernel's table, and the widest element size that fits all its runs."""
     table = np.stack([batch.targets, batch.sources, batch.sizes])
     bits = int(np.bitwise_or.reduce(table, axis=None)) | UNIT_MAX
     return torch.from_numpy(table.view(np.int64)), bits & -bits

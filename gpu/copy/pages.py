@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie in an engine's KV tensors."""
+"""The places of a block's bytes in an engine's KV tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Page:
     """One run of bytes in every block, for example one layer's keys and values."""
 
     names: tuple[str, ...]
-    """The tensors that it belongs to: more than one where layers share their KV."""
+    """Names of the tensors that it belongs to; more than one if layers share their KV."""
     view: torch.Tensor
     """uint8 ``[blocks, bytes]`` over the engine's memory; the last stride is 1."""
     offset: int
-    """Where its bytes begin in this rank's part of a slot."""
+    """Offset of its bytes in this rank's part of a slot."""
 
     @property
     def size_bytes(self) -> int:
@@ -37,8 +37,8 @@ class Page:
 class BlockPages:
     """The pages of one rank's blocks, in the order in which they lie in a slot.
 
-    Keeps the tensors alive. Shapes are checked, never guessed: a layout in which a block's bytes
-    are not one run per tensor is refused.
+    Keeps the tensors alive. Shapes are checked, never guessed: each tensor must hold a block's
+    bytes as one run, or it is refused.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class BlockPages:
     ) -> None:
         self._text = ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in pages)
         self.pages = tuple(_merged(pages))
-        """What is copied of a whole block."""
+        """The pages to copy for a whole block; adjacent ones are merged."""
         self.layers = tuple(pages)
         """The same bytes layer by layer, in the order in which they were given."""
         self.shapes = shapes
         """Element type and shape of one block in each of the tensors, as text."""
         self.element = element
-        """Element type and how many neighbours are one token's and head's; "" and 0 if mixed."""
+        """Element type, and elements in a row per token and head; "" and 0 if mixed."""
         self.blocks = blocks
-        """Blocks that the tensors hold; ids are ``0 <= id < blocks``."""
+        """Number of blocks that the tensors hold; ids are ``0 <= id < blocks``."""
         self.block_bytes = sum(page.size_bytes for page in pages)
         """Bytes of one block on this rank: all pages together."""
         self.device = pages[0].view.device
@@ -72,21 +72,21 @@ class BlockPages:
         blocks: int,
         page_bytes: Mapping[str, int] | None = None,
     ) -> BlockPages:
-        """Describe tensors whose first dimension counts blocks, or equal parts of blocks.
+        """Describe tensors with blocks, or equal parts of blocks, along the first dimension.
 
         Parameters
         ----------
         tensors:
-            By name, in the order in which their bytes go into a slot; all on one device.
+            The tensors by name, in the order of their bytes in a slot; all on one device.
         blocks:
-            How many blocks each of them holds.
+            Number of blocks that each tensor holds.
         page_bytes:
-            What the engine says a block takes in each tensor; must be what the tensor says.
+            Bytes of a block in each tensor, as the engine states them; must match the tensors.
 
         Raises
         ------
         LayoutError
-            The tensors do not have that shape; says which, what was found and what is expected.
+            A tensor does not have that shape; names it, what was found and what is expected.
         """
         if not tensors:
             raise LayoutError("no KV tensors", hint="expected at least one")
@@ -113,7 +113,7 @@ class BlockPages:
         return cls(pages, blocks=blocks, shapes=shapes, element=element)
 
     def describe(self) -> str:
-        """The layout as text that is equal for equal layouts, whatever the number of blocks."""
+        """Return the layout as text; equal for equal layouts, for any number of blocks."""
         return self._text
 
 
@@ -122,32 +122,32 @@ class RankShare(NamedTuple):
 
     pages: BlockPages
     offset: int = 0
-    """Where its bytes begin in a slot that holds such a block."""
+    """Offset of its bytes in a slot that holds such a block."""
 
 
 Parts = BlockPages | Mapping[int, RankShare]
-"""By group; or the pages of the only one, 0, whose bytes begin where a slot does."""
+"""Shares by group; or the pages of the only group, 0, with their bytes at a slot's begin."""
 
 
 def by_group(parts: Parts) -> dict[int, RankShare]:
-    """The parts by group."""
+    """Return the shares by group."""
     return {0: RankShare(parts)} if isinstance(parts, BlockPages) else dict(parts)
 
 
 def common_element(elements: Iterable[tuple[str, int]]) -> tuple[str, int]:
-    """What ``BlockPages.element`` of all of them is: "" and 0 if they differ."""
+    """Return the ``BlockPages.element`` that all have in common; "" and 0 if they differ."""
     found = set(elements)
     return found.pop() if len(found) == 1 else ("", 0)
 
 
 def _element(tensor: torch.Tensor) -> tuple[str, int]:
-    """The type of a tensor's elements, and the length of its last dimension if that is a run."""
+    """Return a tensor's element type, and the length of its last dimension if that is a run."""
     run = tensor.shape[-1] if tensor.dim() > 2 and tensor.stride(-1) == 1 else 0
     return str(tensor.dtype).removeprefix("torch."), run
 
 
 def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-    """``tensor`` as uint8 ``[blocks, bytes]``, sharing its memory."""
+    """Return ``tensor`` as uint8 ``[blocks, bytes]``, sharing its memory."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     found = f"{name}: shape {shape} with strides {tuple(strides)}"
     if blocks < 1 or not shape or shape[0] % blocks:
@@ -173,7 +173,7 @@ def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def _merged(pages: Sequence[Page]) -> Iterator[Page]:
-    """Pages, with those joined that follow each other in the engine's blocks as in a slot."""
+    """Yield the pages; join those that are adjacent both in the engine's blocks and in a slot."""
     joined = pages[0]
     for page in pages[1:]:
         last = joined.view
@@ -189,7 +189,7 @@ def _merged(pages: Sequence[Page]) -> Iterator[Page]:
 
 
 def _require_apart(pages: Sequence[Page], blocks: int) -> None:
-    """Refuse pages that overlap without being the same."""
+    """Raise LayoutError if pages overlap."""
     ordered = sorted(pages, key=lambda page: page.view.data_ptr())
     for one, two in combinations(ordered, 2):
         start, other = one.view.data_ptr(), two.view.data_ptr()
@@ -211,9 +211,9 @@ def copy_tokens(memory: torch.Tensor, *, source: int, target: int, tokens: int, 
     Parameters
     ----------
     memory:
-        Changed in place; the first dimension counts slots.
+        The memory, changed in place; the first dimension counts slots.
     tokens:
-        0 to the tokens of a block.
+        Number of tokens, 0 to the tokens of a block.
     axis:
         The dimension that counts tokens, 1 or more.
 

@@ -1,4 +1,4 @@
-"""Named ranges of NVTX, so that a profiler shows what kvladder does when; nothing without one."""
+"""Named NVTX ranges, which show kvladder's work in a profiler; without one they do nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cache
 from typing import Any, Final
 
 PROFILERS: Final = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-"""What a profiler sets in the environment of the process that it looks at."""
+"""Environment variables that a profiler sets in the process that it observes."""
 _NOTHING: Final = nullcontext()
 
 
 @cache
 def _nvtx() -> Any:
-    """What pushes and pops ranges; None where no profiler is attached, or no device."""
+    """Return torch's NVTX module; None if no profiler or no device is there."""
     if not any(os.environ.get(name) for name in PROFILERS):
         return None
     import torch
@@ -24,7 +24,10 @@ def _nvtx() -> Any:
 
 
 def ranged(what: str, count: int | None = None) -> AbstractContextManager[None]:
-    """A range ``kvladder WHAT COUNT`` around what one thread does, if a profiler is attached."""
+    """Return a context that marks a range ``kvladder WHAT COUNT`` if a profiler is attached.
+
+    The range covers the work of the thread that enters it.
+    """
     if _nvtx() is None:
         return _NOTHING
     return _range(f"kvladder {what}" if count is None else f"kvladder {what} {count}")

@@ -13,17 +13,18 @@ from kvladder.mapping import HUGE_PAGE_BYTES
 logger = logging.getLogger("kvladder")
 
 PIECE_BYTES = 1 << 30
-"""About what is registered by one call: drivers bound it, and others wait for its locks."""
+"""Approximate bytes per call: drivers limit it, and other threads wait for its locks."""
 LINES = 4
-"""How many lines tell of the progress."""
+"""Number of log lines that report the progress."""
 
 
 def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
-    """How many slots are registered by one call; a copy's run of bytes must not be in two pieces.
+    """Return how many slots make a piece, which one call registers.
 
-    They are not more than ``piece_bytes``, unless one slot is.
+    A piece takes at most ``piece_bytes``, unless one slot is larger. A copy's run of bytes must not
+    span two pieces.
     """
-    unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # so that no huge page is in two pieces
+    unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # no huge page is in two pieces
     if unit > piece_bytes:
         unit = arena.slot_bytes
     return max(1, piece_bytes // unit) * unit // arena.slot_bytes
@@ -32,13 +33,13 @@ def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
 class Registration:
     """Registers pieces of whole slots in the background; a slot is handed out when it is ready.
 
-    What the device refuses is said once; its slots are handed out all the same, and copied more
-    slowly.
+    If the device refuses, one warning is logged. The slots are handed out nevertheless, and their
+    copies are slower.
 
     Parameters
     ----------
     arena:
-        Stays open until this is closed.
+        Must stay open until this is closed.
     piece_bytes:
         See ``piece_slots``.
     """
@@ -49,14 +50,14 @@ class Registration:
         self._piece = piece_slots(arena, piece_bytes)
         self._registered: list[int] = []
         self._ready = 0
-        """So many slots from the first are registered, all of them."""
+        """Number of slots, counted from the first, that are all registered."""
         self._refused = ""
         self._closed = False
         arena.admit(self, 0)
         self._join = device.background(self._steps())
 
     def _steps(self) -> Iterator[None]:
-        """Register a piece at each turn."""
+        """Register one piece per step, and admit its slots; at the end, admit all."""
         arena, total = self._arena, self._arena.slots
         begun_s, told = self._device.now(), 0
         try:
@@ -102,11 +103,11 @@ class Registration:
         logger.warning(what, size >> 20, why)
 
     def holds(self, slots: Sequence[Slot]) -> bool:
-        """Whether these slots are registered: a kernel may touch no others."""
+        """Return whether all these slots are registered; a kernel must not touch other slots."""
         return max(slots, default=0) < self._ready
 
     def close(self) -> None:
-        """Stop, and undo what was done; may be called again. Nothing is being copied."""
+        """Stop and unregister all pieces. No copy may be in flight; may be called again."""
         self._closed = True
         self._join()
         while self._registered:

@@ -1,4 +1,4 @@
-"""The copier for KV tensors on a device: two streams, one call a job, no thread."""
+"""The copier for KV tensors on a device: two streams, one call per job, no thread for copies."""
 
 from __future__ import annotations
 
@@ -25,48 +25,50 @@ from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.copy.registration import PIECE_BYTES, Registration, piece_slots
 
 STAGING_BYTES = 64 << 20
-"""Device memory per direction for gathering pages into blocks, where copies are not batched."""
+"""Device memory per direction to gather pages into blocks, if copies are not batched."""
 TURN_BYTES = 256 << 10
-"""Layers are copied together up to about so much: less takes as long to tell of as to copy."""
+"""Least bytes per batch of layers; a smaller batch takes as long to submit as to copy."""
 PAUSE_S = 200e-6
-"""How long an engine that has nothing else to do sleeps before it asks the device again."""
+"""Sleep of an idle engine before it asks the device again."""
 
 
 @dataclass(slots=True)
 class _Launched:
-    """A job that the device was told of."""
+    """A job that was submitted to the device."""
 
     job: CopyJob
     begun: Event
     done: Event
     held: list[torch.Tensor]
-    """Host memory that the device still reads."""
+    """Memory that the device still uses."""
     error: str
-    """Why it was not told of all of it; what it was told of, it does."""
+    """Reason why part of the job was not submitted; the device still does the rest."""
     came: dict[str, Event] = field(default_factory=dict[str, Event])
-    """When each layer's bytes are there, of a job that goes by layer."""
+    """Event after each layer's bytes, for a job that goes by layer."""
 
 
 class StreamCopier(Copier):
-    """Hands a job over when it is submitted; the device copies while the engine computes.
+    """Submits a job to the device at once; the device copies while the engine computes.
 
-    Both directions begin after what the engine's stream was told so far: a save reads what that
-    writes, and a load writes where that may still read. The engine's stream waits for a copy where
-    it is fenced, the host nowhere but in ``wait``. The arena is registered in the background.
+    Copies of both directions begin after the work that the engine's stream has so far: a save
+    reads what that work writes, and a load writes where it may still read. The engine's stream
+    waits for a copy only at a fence. The arena is registered in the background. With registered
+    slots, the host waits only in ``wait``, ``drain``, ``rest``, ``close``, and in a fence after a
+    failed job.
 
     Parameters
     ----------
     parts:
         This rank's pages, all on one device.
     arena:
-        Stays open until the copier is closed.
+        Must stay open until the copier is closed.
     staging_bytes:
-        Bound of the device memory that each direction uses to gather pages, where the device
-        cannot copy them in one call; halved as often as there is no room for it.
+        Limit of the device memory that each direction uses to gather pages, if the device cannot
+        copy them in one call. It is halved each time the device is out of memory.
     turn_bytes:
-        About how much is copied at least before a layer that has come is marked.
+        Approximate least bytes to copy before the end of a layer is marked.
     piece_bytes:
-        Of the arena's memory that is registered by one call.
+        Bytes of the arena that one call registers.
     """
 
     def __init__(
@@ -125,16 +127,16 @@ class StreamCopier(Copier):
         self._mark_end(launched)
 
     def _mark_end(self, launched: _Launched) -> None:
-        """A job is over, whether or not all of it was begun, when its stream has come so far."""
+        """Mark the end of a job in its stream, even if only part of it was submitted."""
         try:
             launched.done = self.device.mark(self._streams[launched.job.direction])
-        except RuntimeError as error:  # a device that takes no marks does nothing more
+        except RuntimeError as error:  # a device that refuses a mark does no more work
             self._report(launched, launched.error or repr(error))
         else:
             self._launched.append(launched)
 
     def _launch(self, group: _AddressGroup, launched: _Launched) -> None:
-        """Tell the device of a whole job: in one call, or by rows of staging memory."""
+        """Submit a whole job, in one call or through rows of staging memory."""
         job, stream = launched.job, self._streams[launched.job.direction]
         batch = group.whole(job)
         if self.device.batched or len(group.part.pages.pages) == 1 or self._small(job, batch):
@@ -153,39 +155,39 @@ class StreamCopier(Copier):
                 start += len(part.blocks)
 
     def _launch_layers(self, group: _AddressGroup, launched: _Launched) -> None:
-        """Tell the device of a job layer by layer, and mark where each has come."""
+        """Submit a job layer by layer, and mark the end of each layer."""
         stream = self._streams[launched.job.direction]
         for names, batch in group.by_layer(launched.job, self._turn_bytes):
             self._copy(stream, batch, launched)
             launched.came.update(dict.fromkeys(names, self.device.mark(stream)))
 
     def _small(self, job: CopyJob, batch: CopyRuns) -> bool:
-        """Whether a kernel moves a batch: small runs, between memory that it reaches."""
+        """Return whether a kernel moves a batch: small runs in memory that it can reach."""
         most = self.device.small_bytes * len(batch.sizes)
         return bool(most) and batch.sizes.sum() <= most and self._registration.holds(job.slots)
 
     def _copy(self, stream: Stream, batch: CopyRuns, launched: _Launched) -> None:
-        """Tell the device of a batch in one call."""
+        """Submit a batch in one call."""
         if self._small(launched.job, batch):
             launched.held.append(self.device.move(stream, batch))
         else:
             self.device.copy(stream, batch)
 
     def _within_staging(self, job: CopyJob, start: int, group: _AddressGroup) -> CopyJob:
-        """So much of a job from ``start`` on as fits in the staging memory, one block at least."""
+        """Return as many blocks of a job from ``start`` as fit in staging memory, at least one."""
         end = start + max(1, self._staging_bytes // group.part.pages.block_bytes)
         return CopyJob(
             job.id, job.direction, job.blocks[start:end], job.slots[start:end], job.group
         )
 
     def _stage(self, group: _AddressGroup, job: CopyJob, launched: _Launched) -> None:
-        """Gather the blocks' pages into rows, then copy rows to slots; or the other way round."""
+        """Gather the blocks' pages into rows and copy the rows to slots, or the reverse."""
         stream, out = self._streams[job.direction], job.direction == "offload"
         pages = group.part.pages
         size = len(job.blocks) * pages.block_bytes
         memory = self._staging.get(job.direction)
         if memory is None or len(memory) < size:
-            if memory is not None:  # what was begun still uses it
+            if memory is not None:  # copies in flight still use it
                 launched.held.append(memory)
             memory = self.device.staging(max(size, self._staging_bytes))
             self._staging[job.direction] = memory
@@ -206,7 +208,7 @@ class StreamCopier(Copier):
         self._finished.append(Finished(job.id, not error, size, seconds, error))
 
     def _collect(self, wait: Sequence[JobId] = ()) -> None:
-        """Take note of what the device is through with, and wait for what is to be."""
+        """Report the jobs that the device has finished; first wait for those in ``wait``."""
         launched, self._launched = self._launched, []
         for one in launched:
             try:
@@ -216,7 +218,7 @@ class StreamCopier(Copier):
                     self._report(one, one.error)
                 else:
                     self._launched.append(one)
-            except RuntimeError as error:  # the device failed: nothing arrives any more
+            except RuntimeError as error:  # the device failed: no more bytes arrive
                 self._report(one, one.error or repr(error))
 
     def poll(self) -> list[Finished]:
@@ -242,14 +244,14 @@ class StreamCopier(Copier):
             if one.job.id in wanted:
                 came = one.done if layer is None else one.came.get(layer, one.done)
                 self.device.after(None, came)
-                if one.error:  # which is known: who reads the blocks is to know it, too
+                if one.error:  # have ``poll`` report it before the blocks are read
                     self.device.wait(one.done)
 
     def drain(self) -> None:
         self._collect(wait=[one.job.id for one in self._launched])
 
     def close(self) -> None:
-        if self._closed or os.getpid() != self._process:  # a fork has no device
+        if self._closed or os.getpid() != self._process:  # the device is not usable after a fork
             return
         self._closed = True
         self.drain()
@@ -258,7 +260,7 @@ class StreamCopier(Copier):
 
 
 class _AddressGroup:
-    """Where the blocks of one kind lie on both sides, as numbers to reckon with."""
+    """Addresses of the blocks of one group on both sides, as arrays to compute with."""
 
     def __init__(self, part: RankShare, arena: Arena, piece_slots: int) -> None:
         self.part = part
@@ -271,12 +273,12 @@ class _AddressGroup:
         self._dense = [(page.size_bytes, page.stride_bytes) for page in part.pages.pages] == [
             (arena.slot_bytes, arena.slot_bytes)
         ]
-        """Whether neighbours are one run of bytes on both sides."""
+        """True if neighbouring blocks are one run of bytes on both sides."""
 
     def whole(self, job: CopyJob) -> CopyRuns:
-        """A job as runs of bytes, page by page; neighbours on both sides are one run if dense.
+        """Return a job as runs of bytes, page by page; if dense, neighbours are one run.
 
-        No run is in two registered pieces of the arena: the device would refuse it.
+        No run spans two registered pieces of the arena, because the device would refuse it.
         """
         blocks, slots = _numbers(job.blocks), _numbers(job.slots)
         sizes = np.broadcast_to(self._pages.sizes, (len(self._pages.sizes), len(blocks)))
@@ -290,9 +292,10 @@ class _AddressGroup:
         return _batch(job, mine.ravel(), theirs.ravel(), np.ascontiguousarray(sizes).ravel())
 
     def by_layer(self, job: CopyJob, turn_bytes: int) -> Iterator[tuple[list[str], CopyRuns]]:
-        """The same layer by layer, several where all blocks of one are less than ``turn_bytes``.
+        """Yield a job as batches of runs, each of one layer, or of several small layers.
 
-        With each batch come the names of the layers that are whole after it.
+        Layers join until the batch has ``turn_bytes``. Each batch comes with its layers' names,
+        which are complete after it.
         """
         slots = self._at(_numbers(job.slots))
         mine, theirs = self._layers.ends(_numbers(job.blocks), slots)
@@ -308,7 +311,7 @@ class _AddressGroup:
                 first, told = end, 0
 
     def rows(self, job: CopyJob, rows: torch.Tensor) -> CopyRuns:
-        """The copies between rows of staging memory and the job's slots."""
+        """Return the copies between rows of staging memory and the job's slots."""
         size = rows.stride(0)
         mine = np.uint64(rows.data_ptr()) + np.arange(len(rows), dtype=np.uint64) * np.uint64(size)
         theirs = self._at(_numbers(job.slots))
@@ -319,7 +322,7 @@ class _AddressGroup:
 
 
 class _Columns(NamedTuple):
-    """Numbers of pages, one below the other, to reckon with rows of blocks."""
+    """Numbers of pages as columns, to combine with rows of blocks by broadcasting."""
 
     bases: Addresses
     strides: Addresses
@@ -336,7 +339,10 @@ class _Columns(NamedTuple):
         )
 
     def ends(self, blocks: Addresses, slots: Addresses) -> tuple[Addresses, Addresses]:
-        """Where each page of each block begins on the device, and in the slot at an address."""
+        """Return the address of each page of each block: on the device, and in its slot.
+
+        ``slots`` are the slots' addresses.
+        """
         return self.bases + self.strides * blocks, self.offsets + slots
 
 
@@ -349,7 +355,10 @@ def _numbers(places: Sequence[int]) -> Addresses:
 
 
 def _batch(job: CopyJob, mine: Addresses, theirs: Addresses, sizes: Addresses) -> CopyRuns:
-    """From the device to slots, or back; slots that are loaded from are claimed, and steady."""
+    """Return the runs in the direction of a job.
+
+    The sources of a load are steady, because their slots are claimed.
+    """
     if job.direction == "offload":
         return CopyRuns(theirs, mine, sizes, steady=False)
     return CopyRuns(mine, theirs, sizes, steady=True)
