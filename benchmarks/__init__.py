@@ -1,7 +1,7 @@
-"""Measurements: each states its limit, a peer where there is one, and what kvladder reaches.
+"""Measurements: each row states a limit, a peer where there is one, and kvladder's result.
 
-A module ``bench_<name>.py`` has a function ``rows()`` that yields :class:`~benchmarks.row.Row` one
-by one, as they are measured. ``python -m benchmarks`` runs them all.
+A module ``bench_<name>.py`` has a function ``rows()`` that yields each
+:class:`~benchmarks.row.Row` as soon as it is measured. ``python -m benchmarks`` runs them all.
 """
 
 from benchmarks.row import Row as Row

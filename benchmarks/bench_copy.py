@@ -1,8 +1,8 @@
-"""Copies between KV tensors and slots against plain memcpy of as many bytes, block by block.
+"""Copies between KV tensors and slots against plain memcpy of the same bytes, block by block.
 
-The limit is one ``memmove`` per block between the same two memories, in the same order. Ours has a
-block's bytes in 16 pieces, one per layer, the layers one after the other in one allocation, which
-is what vLLM does.
+The limit is one ``memmove`` per block between the same two memories, in the same order. In ours, a
+block's bytes are in 16 pieces, one per layer. The layers are consecutive in one allocation, as in
+vLLM.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DIRECTIONS: tuple[Direction, ...] = ("offload", "onboard")
 
 
 def rows() -> Iterable[Row]:
-    """Both directions at three block sizes."""
+    """Measure both directions at three block sizes."""
     for size, name in ((64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (4 << 20, "4 MiB")):
         for direction in DIRECTIONS:
             yield copy(size, name, direction)
 
 
 def copy(size: int, name: str, direction: Direction) -> Row:
-    """One row: ours and memcpy in turn, the medians compared."""
+    """Return one row: ours and memcpy in turn, medians compared."""
     count = TOTAL_BYTES // size
     kv = torch.ones(LAYERS, count, size // LAYERS, dtype=torch.uint8)
     tensors = {f"layer{n}": kv[n] for n in range(LAYERS)}
@@ -77,12 +77,12 @@ def copy(size: int, name: str, direction: Direction) -> Row:
 
 
 def in_turn(one: Callable[[], None], two: Callable[[], None]) -> tuple[float, float]:
-    """Median seconds of both, run in turn."""
+    """Return the median seconds of two calls, run in turn."""
     taken: tuple[list[float], list[float]] = ([], [])
     for number in range(ROUNDS + 1):
         for call, seconds in zip((one, two), taken, strict=True):
             begun = perf_counter()
             call()
-            if number:  # the first round is to warm up
+            if number:  # the first round warms up
                 seconds.append(perf_counter() - begun)
     return median(taken[0]), median(taken[1])

@@ -1,8 +1,8 @@
 """The files tier against the raw device, and the recovery of a million blocks.
 
-The limit of a transfer is O_DIRECT pwrite or pread from the same memory to the same part of the
-same file, with the thread count and the length per call that turn out best; ours and raw take
-turns, medians are compared. Set KVLADDER_BENCH_DIR to a directory on the device to be measured.
+The limit of a transfer is O_DIRECT pwrite or pread between the same memory and the same part of the
+same file, with the best thread count and length per call. Ours and raw take turns; medians are
+compared. Set KVLADDER_BENCH_DIR to a directory on the device to measure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SEED = b"bench"
 
 
 def rows() -> Iterable[Row]:
-    """Writes and reads of one request at two block sizes, then recovery."""
+    """Measure writes and reads of one request at two block sizes, then recovery."""
     with directory() as path:
         for size in (MIB, 4 * MIB):
             yield from asyncio.run(transfers(path / f"{size}", size))
@@ -62,18 +62,18 @@ def rows() -> Iterable[Row]:
 
 @contextmanager
 def directory() -> Generator[Path]:
-    """An empty directory on the device to be measured."""
+    """Make an empty directory on the device to measure; remove it at the end."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVLADDER_BENCH_DIR")) as path:
         yield Path(path)
 
 
 def key(number: int) -> BlockKey:
-    """The key of a block."""
+    """Return the key of a block."""
     return BlockKey(hashlib.sha256(SEED + number.to_bytes(8, "little")).digest())
 
 
 def context(arena: Arena, layout: Layout, capacity: int) -> TierContext:
-    """What a tier is opened with."""
+    """Return the context to open a tier with."""
     return TierContext(arena, layout, layout.namespace(), capacity, SystemClock(), inline_blocking)
 
 
@@ -109,14 +109,14 @@ class Threads:
 
 
 class Raw:
-    """Plain calls on a tier's own segment: where on a disk a file lies makes a difference."""
+    """Plain calls on a tier's own segment, because a file's position on the disk matters."""
 
     def __init__(self, segment: Path, memory: memoryview, *, direct: bool) -> None:
         self._memory = memory
         self._fd = os.open(segment, os.O_RDWR | (os.O_DIRECT if direct else 0))
 
     def seconds(self, name: str, threads: Threads, length: int, start: int) -> float:
-        """Time to move all of the memory in calls of ``length`` bytes."""
+        """Return the time to move all of the memory in calls of ``length`` bytes."""
         call = os.pwritev if name == "write" else os.preadv
 
         def job(at: int) -> Callable[[], object]:
@@ -128,7 +128,7 @@ class Raw:
         return time.perf_counter() - began
 
     def best(self, name: str, block_bytes: int) -> tuple[Threads, int]:
-        """The threads and the length per call that are fastest."""
+        """Return the threads and the length per call that are fastest."""
         found: list[tuple[float, Threads, int]] = []
         for count in (2, 4, 8, 16):
             threads = Threads(count)
@@ -146,16 +146,16 @@ class Raw:
 
 
 def whole(arena: Arena) -> memoryview:
-    """All slots of an arena, one after the other."""
+    """Return all slots of an arena as one view."""
     size = arena.slots * arena.slot_bytes
     return memoryview((ctypes.c_char * size).from_address(arena.address)).cast("B")
 
 
 async def transfers(path: Path, block_bytes: int) -> list[Row]:
-    """Rows for ``put`` and ``get`` of one batch of the largest size."""
+    """Return rows for ``put`` and ``get`` of one batch of the largest size."""
     layout = Layout(block_tokens=16, block_bytes=block_bytes)
     capacity = FILE_BYTES // block_bytes
-    # one segment, so that raw calls need not care where one ends
+    # one segment, so that no raw call crosses the end of a segment
     options = FilesOptions(path=str(path), segment=Size(2 * FILE_BYTES))
     tier = FilesTier(options, segments_min=1)
     count = 128 * MIB // block_bytes
@@ -195,7 +195,7 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
     raw = Raw(segment, everything, direct=tier.describe()["io"] == "O_DIRECT")
     made: list[Row] = []
     for name, call in (("write", write), ("read", read)):
-        for first in firsts:  # raw writes have spoilt what was there
+        for first in firsts:  # raw calls have overwritten the blocks
             assert await write(first)
         made.append(await transfer(name, call, raw, firsts, block_bytes, tier))
     await tier.aclose()
@@ -212,7 +212,10 @@ async def transfer(
     block_bytes: int,
     tier: FilesTier,
 ) -> Row:
-    """Ours and raw by turns, on the same part of the same file; ``firsts`` are of batches."""
+    """Return a row for ours and raw in turns, on the same part of the same file.
+
+    ``firsts`` are the first places of the batches.
+    """
     threads, length = raw.best(name, block_bytes)
     total = 128 * MIB
     ours: list[float] = []
@@ -243,7 +246,7 @@ async def transfer(
 
 
 def recovery(path: Path) -> list[Row]:
-    """Rows from a process that finds a million blocks, and from another after much eviction."""
+    """Return rows of a process that recovers a million blocks, and of one after many evictions."""
     made: list[Row] = []
     for dead in (False, True):
         home = path / f"dead-{dead}"
@@ -274,7 +277,7 @@ def recovery(path: Path) -> list[Row]:
 
 
 def child(task: str, path: Path, *, dead: bool) -> list[str]:
-    """Run a task in a process of its own, whose memory is fresh; what it printed."""
+    """Run a task in a new process with fresh memory; return the words it printed."""
     command = [sys.executable, "-m", "benchmarks.bench_files", task, str(path), str(int(dead))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.split()
@@ -284,9 +287,9 @@ LAYOUT = Layout(block_tokens=16, block_bytes=4096)
 
 
 def prepare(path: Path, count: int, *, dead: bool) -> None:
-    """Leave an index log as a tier with so many blocks would; of the blocks themselves, none.
+    """Write an index log as a tier with ``count`` blocks would, without the blocks' bytes.
 
-    With ``dead`` it has as many records of blocks that are there no more.
+    With ``dead``, the log has the same number of records of blocks that are gone.
     """
 
     async def make_home() -> Path:
@@ -299,7 +302,7 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
     home = asyncio.run(make_home())
     segment_bytes = (home / "seg-00000").stat().st_size
     whole = count * (HEADER_BYTES + LAYOUT.slot_bytes)
-    for segment in range(1, -(-whole // segment_bytes)):  # without space on the disk
+    for segment in range(1, -(-whole // segment_bytes)):  # sparse files, which take no disk space
         with (home / f"seg-{segment:05d}").open("wb") as file:
             file.truncate(min(segment_bytes, whole - segment * segment_bytes))
     log = IndexLog(Disk(), home, LAYOUT.namespace(), places_max=count, slack_records=0)
@@ -313,7 +316,7 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
 
 
 def recover(path: Path) -> None:
-    """Open a level on it; print seconds, seconds in the tier alone, and bytes per block."""
+    """Open a level on it; print its seconds, the seconds of the tier alone, and bytes per block."""
     arena = Arena.create(1, LAYOUT.slot_bytes)
 
     async def tier_alone() -> float:

@@ -1,8 +1,9 @@
 """One file per block against segment files: the table behind decision 0001.
 
-The peer is what such a store has to do: write aside and rename, open and read, list and look at
-every file to start again, unlink to evict. It gets the same threads, headers and checksums.
-KVLADDER_BENCH_FILES sets how many blocks are listed and evicted (10^6 for the record).
+The peer does what a store with one file per block must do: write to a temporary file and rename it,
+open and read, list and stat every file at a restart, and unlink to evict. It has the same threads,
+headers and checksums. KVLADDER_BENCH_FILES sets how many blocks are listed and evicted (10^6 for
+the record).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROUNDS = 5
 
 
 class FilePerBlock:
-    """A directory of directories of files, named by the keys of their blocks."""
+    """A store of files in 256 directories, each file named by its block's key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +78,7 @@ class FilePerBlock:
         await self.pool.run_all([self.name(block).unlink for block in blocks])
 
     def recover(self) -> list[tuple[int, BlockKey]]:
-        """Keys in the order of their writing; priorities would cost a read of each file more."""
+        """Return keys in the order of their writes; priorities would need a read of each file."""
         found: list[tuple[int, BlockKey]] = []
         for home in os.scandir(self.path):
             with os.scandir(home) as entries:
@@ -88,14 +89,14 @@ class FilePerBlock:
 
 
 def rows() -> Iterable[Row]:
-    """Transfers of 1 MiB blocks in a full tier, then starting and evicting with many blocks."""
+    """Measure transfers of 1 MiB blocks in a full tier, then start and eviction of many blocks."""
     with directory() as path:
         yield from asyncio.run(transfers(path))
         yield from many(path)
 
 
 async def transfers(path: Path) -> list[Row]:
-    """Evict and store a batch, and read one, by turns."""
+    """Return rows for evicting, storing and reading batches, ours and the peer in turns."""
     layout = Layout(block_tokens=16, block_bytes=MIB)
     arena = Arena.create(BATCH, layout.slot_bytes)
     slots = arena.lease(BATCH)
@@ -113,7 +114,7 @@ async def transfers(path: Path) -> list[Row]:
     labels = Labels(layout.namespace(), MIB, verify=True)
 
     def batch(number: int) -> list[Ref]:
-        """New keys each round, at the places of those of the round before."""
+        """Return new keys at the places of the batch that leaves."""
         first = number % (BLOCKS // BATCH) * BATCH
         return [Ref(key(number * BATCH + n), first + n) for n in range(BATCH)]
 
@@ -162,12 +163,12 @@ async def transfers(path: Path) -> list[Row]:
 
 
 def figure(name: str, seconds: float) -> float:
-    """Per block for evictions, else bytes per second."""
+    """Return microseconds per block for evictions, else GB/s."""
     return seconds / BATCH * 1e6 if name == "evict" else BATCH * MIB / seconds / 1e9
 
 
 def many(path: Path) -> list[Row]:
-    """Starting with many blocks: reading the index log against listing the files."""
+    """Return rows for a start with many blocks: read the index log, against list the files."""
     arena = Arena.create(1, LAYOUT.slot_bytes)
     files = FilePerBlock(path / "listed")
     for number in range(LISTED):
@@ -219,7 +220,7 @@ def many(path: Path) -> list[Row]:
 
 
 def drop_caches() -> bool:
-    """Forget directory entries, inodes and pages; False if that is not allowed."""
+    """Drop the kernel's directory entries, inodes and pages; return False if not allowed."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")

@@ -1,6 +1,6 @@
-"""Caches that grow in place against transformers' own, without a model: its layers' tensors alone.
+"""Caches that grow in place against those of transformers, with tensors alone and no model.
 
-Both caches are given the same keys and values, a token at a time behind a prompt of 4,096 tokens.
+Both caches get the same keys and values, a token at a time after a prompt of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTE = f"{LAYERS} layers, {HEADS} heads of {SIZE}, float32, {NEW} tokens behind 
 
 
 def rows() -> Iterator[Row]:
-    """Bytes that move, bytes that are held at most, seconds of beams."""
+    """Measure bytes moved, bytes held at most, and the time of a token and of beams."""
     growing, token_bytes = GrowingCache(CONFIG), LAYERS * 2 * HEADS * SIZE * 4
     peaks: list[int] = []
     copied = 0
@@ -33,7 +33,7 @@ def rows() -> Iterator[Row]:
         for number in range(NEW):
             before = growing.copied_bytes
             tell(growing, 1, 1)
-            copied += (PROMPT + number) * token_bytes  # all that it holds is moved
+            copied += (PROMPT + number) * token_bytes  # DynamicCache moves all that it holds
             moved = growing.copied_bytes - before
             peaks.append(growing.bytes + moved // 2)  # keys and values grow one after the other
     yield Row(
@@ -65,7 +65,7 @@ def rows() -> Iterator[Row]:
 
 
 def tell(cache: Any, tokens: int, beams: int) -> None:
-    """Each layer has so many tokens more."""
+    """Append ``tokens`` tokens to each layer of a cache."""
     for number in range(LAYERS):
         new = torch.ones(beams, HEADS, tokens, SIZE)
         cache.update(new, new, number)
@@ -74,7 +74,7 @@ def tell(cache: Any, tokens: int, beams: int) -> None:
 def timed(
     name: str, unit: str, beams: int, step: Callable[[Any], object], scale: float, goal: str = ""
 ) -> Row:
-    """Both in turns, a token written between two steps; medians."""
+    """Return a row of both caches in turns: median times of ``step``, each after a new token."""
     caches: list[Any] = [GrowingCache(CONFIG), DynamicCache(config=CONFIG)]
     taken: tuple[list[float], list[float]] = ([], [])
     with torch.inference_mode():

@@ -1,14 +1,15 @@
-"""How long the lock of a cache is held at most, by operation, over a tier with a million blocks.
+"""The longest hold of a cache's lock, by operation, over a tier with a million blocks.
 
-An engine's thread that asks for something meanwhile waits for so long, and not longer. A figure is
-CPU time of the thread that holds the lock, of those holds in which the kernel did not take the
-processor from it: what the kernel and other machines on the same processor take counts as CPU time
-of that thread, too, and leaves cold caches behind. Everything is done several times, and a row is
-that of the best: what is taken from this machine comes now here, now there, what the cache does
-comes again. The note says how many holds were interrupted, and the longest of them by CPU time and
-by the clock. Collections of garbage stop all threads,
-whoever holds it: they are left out, and two rows say what the cache adds to one. The tier answers
-at once and moves nothing.
+An engine's thread that needs the lock meanwhile waits at most that long. A figure is the CPU time
+of the holding thread, for holds in which the kernel did not interrupt it. In an interrupted hold,
+time of the kernel and of other machines on the processor counts as the thread's CPU time too, and
+its caches are cold afterwards.
+
+Each operation runs several times, and its row is that of the best pass: outside interference
+varies between passes, the cache's own work does not. The note gives the number of interrupted
+holds, and the longest of them by CPU time and by the clock. Garbage collections stop all threads,
+with or without the lock. They are left out, and two rows show what the cache adds to a collection.
+The tier answers at once and moves nothing.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ from kvladder.manager import CacheManager
 from kvladder.tiers.label import Facts, RecoveredBlock
 
 BLOCKS = 10**6
-"""That the tier has from its start, half of them with a salt."""
+"""Blocks that the tier has from its start, half of them with a salt."""
 HOST_BLOCKS = 2**17
 CALL_BLOCKS = 8192
-"""That are saved, or fetched, at once."""
+"""Blocks in one save or fetch."""
 REMOVED = 65536
 RECOVERED = 4096
-"""That the tier tells of at once."""
+"""Blocks per batch of the tier's ``recover``."""
 PASSES = 3
 SALT = "tenant"
 LAYOUT = kvladder.Layout(block_tokens=16, block_bytes=4096, fields={"model": "benchmark"})
 HELD = tuple(keys_of("held", BLOCKS))
-"""Which no collection goes through."""
+"""Keys of the tier's blocks; a tuple of bytes, which the garbage collector does not scan."""
 
 
 class Hold(NamedTuple):
-    """One that was long."""
+    """A long hold of the lock."""
 
     took_ns: int = 0
     """CPU time."""
     wall_ns: int = 0
     where: str = "nothing"
     faults: int = 0
-    """Pages that the kernel brought meanwhile."""
+    """Page faults during the hold."""
 
 
 class TimedLock(StackLock):
-    """Knows how long it was held, collections of garbage left out, since it was asked last."""
+    """Records how long it is held, garbage collections left out, since the last ``row``."""
 
     __slots__ = (
         "_began_ns",
@@ -83,10 +84,10 @@ class TimedLock(StackLock):
 
     def _forget(self) -> None:
         self._took_ns = array("q")
-        """Of each hold that was not interrupted."""
+        """CPU time of each hold that was not interrupted."""
         self._interrupted = 0
         self._most = {False: Hold(), True: Hold()}
-        """The longest by whether it was interrupted."""
+        """The longest hold; the key is True for interrupted holds."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -118,14 +119,14 @@ class TimedLock(StackLock):
         super().__exit__(None, None, None)
 
     def collecting(self, phase: str, _about: object) -> None:
-        """A collection begins or ends, in whichever thread; for ``gc.callbacks``."""
+        """Leave the time of a garbage collection in any thread out; for ``gc.callbacks``."""
         if self.held() and phase == "start":
             self._collecting_ns = time.thread_time_ns()
         elif self.held():
             self._began_ns += time.thread_time_ns() - self._collecting_ns
 
     def row(self, name: str) -> Row:
-        """The longest hold since the last row, in which this was done."""
+        """Return the row of the longest hold since the last row, and begin anew."""
         took_ns, most, other = sorted(self._took_ns), self._most[False], self._most[True]
         most_ms = took_ns[-1 - len(took_ns) // 1000] / 1e6
         note = f"{len(took_ns):,} holds, all but one in a thousand at most {most_ms:.2f} ms; the"
@@ -142,7 +143,7 @@ class TimedLock(StackLock):
 
 
 class Million(InstantTier):
-    """Has all of ``HELD`` from its start, the first half without a salt."""
+    """Holds all of ``HELD`` from its start, the first half without a salt."""
 
     batch_max = 128
 
@@ -160,14 +161,14 @@ class Million(InstantTier):
 
 
 def rows() -> Iterable[Row]:
-    """Of each row the pass in which the longest hold was the shortest."""
+    """Yield each row from the pass with its shortest longest hold."""
     register("tiers", "million", Million)
     for same in zip(*[[*measured()] for _ in range(PASSES)], strict=True):
         yield min(same, key=lambda row: row.ours or 0.0)
 
 
 def measured() -> Iterable[Row]:
-    """Recovery, saves, loads, removals, a purge, a reset; and collections of garbage."""
+    """Measure recovery, saves, loads, removals, a purge, a reset, and garbage collections."""
     stack = {
         "arena": {"size": HOST_BLOCKS * 4096},
         "fetch": {"deadline": "60 s"},
@@ -190,7 +191,7 @@ def measured() -> Iterable[Row]:
 
 
 def operations(cache: CacheManager) -> dict[str, Callable[[], object]]:
-    """What is done, one after the other; each is over when the tier has been told of it."""
+    """Return the operations, in order; each is over when the tier has been told of it."""
 
     def save(name: str, blocks: int) -> None:
         for start in range(0, blocks, CALL_BLOCKS):
@@ -220,7 +221,7 @@ def operations(cache: CacheManager) -> dict[str, Callable[[], object]]:
 
 @contextmanager
 def timed() -> Generator[TimedLock]:
-    """The lock of caches that are opened meanwhile."""
+    """Give the caches that are opened meanwhile this lock, and yield it."""
     lock = TimedLock()
     gc.callbacks.append(lock.collecting)
     try:
@@ -231,13 +232,13 @@ def timed() -> Generator[TimedLock]:
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Return once it is so."""
+    """Wait until ``done`` returns True."""
     while not done():
         time.sleep(0.01)
 
 
 def collected() -> tuple[int, float]:
-    """How many objects the collector goes through, and how long a collection of all takes, ms."""
+    """Return the number of objects that the collector scans, and its median time in ms."""
     gc.collect()
     took: list[float] = []
     for _ in range(3):
@@ -248,7 +249,7 @@ def collected() -> tuple[int, float]:
 
 
 def collections(when: str, without: tuple[int, float]) -> Iterable[Row]:
-    """What the cache adds to a collection of garbage."""
+    """Yield the row that shows what the cache adds to a garbage collection."""
     objects, took_ms = collected()
     more = objects - without[0]
     note = f"{more:,} objects more; the limit is this process without the cache"

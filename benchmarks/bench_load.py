@@ -1,12 +1,12 @@
-"""What a load costs the process in which the engine runs, in CPU time of all its threads a block.
+"""The CPU time that a load costs the engine's process, over all its threads, per block.
 
-The tier answers at once and moves nothing, so that bookkeeping alone is measured. The limit is what
-a load into a host that is free takes in the same run: nothing has to leave for it. A host that is
-full of blocks that a level below has is the steady state of loading. Where what leaves has still to
-be written, each block that is loaded has one written, too: the row is for both.
+The tier answers at once and moves nothing, so only bookkeeping is measured. The limit is a load
+into a free host level in the same run, where no block has to leave. The steady state of loading is
+a host level full of blocks that a level below already has. If the blocks that leave must still be
+written, each loaded block also causes one write, and the row is for both.
 
-One block at a time, which host alone has, costs the engine's own thread what calls cost: what is
-done for many at once says nothing of that.
+Further rows measure calls for a single block that only the host level has. They show the cost of
+the calls in the engine's own thread, which large batches hide.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST_BLOCKS = 16384
 FETCH_BLOCKS = 4096
 ROUNDS = 3
 TURN = 32
-"""Blocks of one kind that follow each other where there are two."""
+"""Blocks of one kind in a row, where two kinds alternate."""
 BLOCKS = 2 * HOST_BLOCKS + 3 * ROUNDS * FETCH_BLOCKS
 
 SINGLES = 2048
@@ -42,17 +42,17 @@ HELD = keys_of("held", BLOCKS)
 
 
 class Held(InstantTier):
-    """Has all of ``HELD`` from its start."""
+    """Holds all of ``HELD`` from its start."""
 
     batch_max = 128
-    """As Redis takes; files take up to 256."""
+    """The same as for Redis; files take up to 256."""
 
     def __init__(self) -> None:
         super().__init__(HELD)
 
 
 def rows() -> Iterable[Row]:
-    """Loads into a host that is free, or full: of blocks that are below, are not, or of both."""
+    """Measure loads into a free host and a full one, of blocks that are below, are not, or both."""
     register("tiers", "instant", Held)
     layout = kvladder.Layout(block_tokens=16, block_bytes=4096, fields={"model": "benchmark"})
     yield from singles(layout)
@@ -77,7 +77,7 @@ def rows() -> Iterable[Row]:
 
 
 def singles(layout: kvladder.Layout) -> Iterable[Row]:
-    """What an engine's thread asks for with one block."""
+    """Measure an engine thread's calls for one block."""
     took: dict[str, list[float]] = defaultdict(list)
 
     def timed(name: str, call: Callable[[], T]) -> T:
@@ -105,12 +105,12 @@ def row(name: str, limit: float, ours: float) -> Row:
 
 
 def rounds(cache: CacheManager, held: Iterator[BlockKey]) -> float:
-    """The median of some loads one after the other."""
+    """Return the median of ``ROUNDS`` loads, one after the other."""
     return median(loaded(cache, held) for _ in range(ROUNDS))
 
 
 def loaded(cache: CacheManager, held: Iterator[BlockKey], blocks: int = FETCH_BLOCKS) -> float:
-    """CPU time of the process, microseconds a block, for a fetch of the next that are held."""
+    """Return the process's CPU time per block, in microseconds, to fetch the next held blocks."""
     keys = list(islice(held, blocks))
     before = time.process_time()
     fetch = cache.fetch(keys)

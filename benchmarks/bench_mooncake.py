@@ -1,9 +1,9 @@
-"""The Mooncake tier against the bare store, and what its process of its own costs.
+"""The Mooncake tier against the bare store, and the cost of its separate process.
 
-The limit is the store's own client in this process, which puts and gets the same bytes from and to
-the same memory without a label and without a checksum; and the same with the pass over the bytes
-that a checksum takes, before a put and after a get. Beside it stand memcpy and the same tier in
-this process. All take turns; the store has one node, over TCP on loopback.
+The first limit is the store's own client in this process. It puts and gets the same bytes from and
+to the same memory, without label and checksum. The second limit adds the pass over the bytes that a
+checksum takes, before a put and after a get. Further figures are memcpy and the same tier in this
+process. All take turns; the store has one node, over TCP on loopback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.kit.mooncake import Mooncake
 
 
 def rows() -> Iterable[Row]:
-    """Puts and gets of each size and batch."""
+    """Measure puts and gets of each size and batch."""
     with tempfile.TemporaryDirectory() as folder, Mooncake(Path(folder), memory=1 << 30) as store:
         for size in SIZES:
             for batch in batches(size):
@@ -46,7 +46,7 @@ def rows() -> Iterable[Row]:
 
 
 class Bare:
-    """The store's client, and nothing else."""
+    """The store's own client alone."""
 
     def __init__(self, store: Mooncake, blocks: Blocks) -> None:
         library = import_module("mooncake.store")
@@ -68,17 +68,17 @@ class Bare:
         assert not any(codes)
 
     def get(self) -> None:
-        """Read all blocks."""
+        """Fetch all blocks."""
         codes = self._store.batch_get_into_multi_buffers(self._names, self._at, self._sizes)
         assert min(codes) > 0
 
     def put_checked(self) -> None:
-        """Read all blocks once, as who makes their checksums has to, and store them."""
+        """Read all blocks once, as a checksum does, then store them."""
         summed(self._views)
         self.put()
 
     def get_checked(self) -> None:
-        """Read all blocks from the store, and then once more here."""
+        """Fetch all blocks from the store, then read them once, as a checksum does."""
         self.get()
         summed(self._views)
 
@@ -87,12 +87,12 @@ class Bare:
         self._store.batch_remove(self._names, True)
 
     def close(self) -> None:
-        """Leave the store."""
+        """Close the store's client."""
         self._store.close()
 
 
 async def transfers(store: Mooncake, size: int, batch: int) -> list[Row]:
-    """One batch after the other, in turns."""
+    """Return the rows of one size and batch; all ways take turns."""
     blocks = Blocks(Layout(block_tokens=16, block_bytes=size), batch)
     options = MooncakeOptions(master=store.master)
     tiers: dict[str, Tier] = {

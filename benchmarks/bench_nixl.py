@@ -1,10 +1,10 @@
 """The NIXL tier against bare NIXL between two processes, and beside a socket.
 
-The limit is an agent at each end that writes the same bytes from and to the same slots, with lists
-that are made once, without labels, checksums or a cache; and the same with the round trips of
-control and the passes over the bytes that checksums take: both ends of a put, the reader of a get.
-Beside it stand memcpy, one blocking TCP socket, and the same tier in this process. All take turns,
-over TCP on loopback.
+The first limit is a NIXL agent at each end, which writes the same bytes from and to the same slots.
+It makes its lists once, and has no labels, checksums or cache. The second limit adds the round
+trips of control and the passes over the bytes that checksums take: at both ends of a put, and at
+the reader of a get. Further figures are memcpy, one blocking TCP socket, and the same tier in this
+process. All take turns, over TCP on loopback.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ KEYS = 8192
 
 
 def rows() -> Iterable[Row]:
-    """What a process of its own measures: with NIXL in it, an interpreter crashes at its end."""
+    """Measure in a separate process, because an interpreter with NIXL crashes at its exit."""
     return measured_by("benchmarks.bench_nixl")
 
 
 def measured() -> Iterable[Row]:
-    """Puts and gets of each size and batch, then existence."""
+    """Measure puts and gets of each size and batch, then existence."""
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as redis:
         for size in SIZES:
             keys = Path(folder) / str(size)
@@ -70,7 +70,7 @@ def measured() -> Iterable[Row]:
 
 
 class Bare:
-    """An agent and a socket here, the same in another process, and nothing else."""
+    """Bare NIXL: an agent and a socket here, and the same in another process."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._count, size = blocks, len(blocks.slots), blocks.size
@@ -92,7 +92,7 @@ class Bare:
         self._end.sendall(call + self._count.to_bytes(4, "little"))
 
     def get(self) -> None:
-        """The other end writes all blocks."""
+        """Have the other end write all blocks."""
         self._ask(b"G")
         self._end.setblocking(False)
         nixl_child.moved(self._plane, self._is_told)
@@ -110,9 +110,10 @@ class Bare:
         nixl_child.written(self._plane, self._count, self._blocks.size)
 
     def put_checked(self) -> None:
-        """Write all blocks, after one round trip and before another; each end reads them once.
+        """Write all blocks between two round trips; each end reads the blocks once.
 
-        That is what slots have to be asked for, and what a checksum takes, one after the other.
+        The round trips stand for the request for slots and the final answer, the reads for the
+        checksums.
         """
         self._ask(b"E")
         assert self._end.recv(1) == b"k"
@@ -122,7 +123,7 @@ class Bare:
         assert self._end.recv(1) == b"k"
 
     def get_checked(self) -> None:
-        """The other end writes all blocks, and here they are read once."""
+        """Have the other end write all blocks, then read them here once."""
         self.get()
         nixl_child.summed(self._blocks.views)
 
@@ -138,20 +139,20 @@ class Bare:
         assert self._end.recv(1) == b"k"
 
     def close(self) -> None:
-        """End both."""
+        """Close this end and wait for the other process to exit."""
         self._end.close()
         self._plane.destroy()
         self._child.communicate()
 
 
 def both(far: Far) -> dict[str, Tier]:
-    """The tier as it is used, and in the engine's process."""
+    """Return the tier as it is used, and the same tier inside the engine's process."""
     options = NixlOptions(servers=(far.address,), keys=far.keys, interfaces="lo")
     return {"ours": IsolatedTier(NixlTier, options), "inside": NixlTier(options)}
 
 
 async def transfers(far: Far, size: int, batch: int) -> list[Row]:
-    """One batch after the other, in turns."""
+    """Return the rows of one size and batch; all ways take turns."""
     blocks, tiers = Blocks(Layout(block_tokens=16, block_bytes=size), batch), both(far)
     bare = Bare(blocks)
     raw = {
@@ -196,7 +197,7 @@ async def transfers(far: Far, size: int, batch: int) -> list[Row]:
 
 
 async def existence(far: Far, redis: RedisServer) -> Iterable[Row]:
-    """Ask for many blocks that are not there."""
+    """Return the row for asking about many absent blocks."""
     blocks = Blocks(Layout(block_tokens=16, block_bytes=64 * KIB), 1)
     refs = [Ref(key(1000 + number), NO_PLACE) for number in range(KEYS)]
     took: dict[str, list[float]] = defaultdict(list)

@@ -1,9 +1,10 @@
 """The object store tier against plain HTTP requests to the same server, and against plain files.
 
-The server is moto's on this machine, in Python: it bounds both, and says nothing about a store far
-away. The limit puts and gets the same bytes by ``http.client``, as many requests at once, without
-signature, label, checksum or condition; in a folder it is ``write_bytes`` and ``readinto``. They
-take turns, medians are compared. The note says what memcpy of as many bytes reaches.
+The server is moto's on this machine, in Python. It bounds both, and says nothing about a remote
+store. The limit puts and gets the same bytes with ``http.client``, with the same number of requests
+at once, and without signature, label, checksum or condition. In a folder, the limit is
+``write_bytes`` and ``readinto``. They take turns; medians are compared. The note gives the speed of
+memcpy for the same bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Move = Callable[[int, memoryview], None]
 
 
 def rows() -> Iterable[Row]:
-    """Puts and gets of each size, over a server and in a folder."""
+    """Measure puts and gets of each size, over a server and in a folder."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         server = stack.enter_context(ObjectServer(folder))
@@ -55,7 +56,7 @@ def rows() -> Iterable[Row]:
 
 @contextmanager
 def http(server: ObjectServer) -> Generator[tuple[Move, Move]]:
-    """Puts and gets by requests over a connection for each thread."""
+    """Yield put and get functions that send plain requests, over one connection per thread."""
     own, every = local(), list[HTTPConnection]()
     host = urlsplit(server.address).netloc
 
@@ -89,7 +90,7 @@ def http(server: ObjectServer) -> Generator[tuple[Move, Move]]:
 
 @contextmanager
 def files(folder: Path) -> Generator[tuple[Move, Move]]:
-    """Puts and gets by plain files."""
+    """Yield put and get functions on plain files."""
 
     def put(number: int, view: memoryview) -> None:
         (folder / f"raw{number}").write_bytes(view)
@@ -105,7 +106,7 @@ def files(folder: Path) -> Generator[tuple[Move, Move]]:
 async def opened(
     options: ObjectOptions, size: int
 ) -> AsyncGenerator[tuple[ObjectTier, Blocks, ThreadPoolExecutor]]:
-    """A tier, a batch of blocks of ``size`` bytes, and threads for whoever else moves them."""
+    """Open a tier; yield it, a batch of blocks of ``size`` bytes, and threads for the limit."""
     layout = Layout(block_tokens=16, block_bytes=size)
     blocks, tier, pool = Blocks(layout, BATCH), ObjectTier(options), BlockingPool(4, "bench")
     context = TierContext(
@@ -125,7 +126,7 @@ async def opened(
 async def transfers(
     where: str, options: ObjectOptions, size: int, put: Move, get: Move
 ) -> list[Row]:
-    """One batch after the other, ours and the limit's in turns."""
+    """Return the rows of one size; ours and the limit take turns."""
     took: dict[str, list[float]] = {}
 
     def note(what: str, seconds: float) -> None:
@@ -158,7 +159,7 @@ async def transfers(
 
 
 def copied(views: Iterable[memoryview]) -> float:
-    """Seconds that memcpy of these takes."""
+    """Return the seconds that memcpy of these views takes."""
     sources = [np.frombuffer(view, np.uint8) for view in views]
     target = np.ones_like(sources[0])
     began = time.perf_counter()

@@ -1,10 +1,10 @@
 """The block pool and the key chain against vLLM's BlockPool and SGLang's radix cache.
 
-All run in this process on the same keys. A request has 256 blocks of 16 tokens; a figure is the
-median over all requests of a round, the best of the rounds. Ours is the pool as it is by default,
-which keeps token ids and lists children for partial matches; vLLM's has neither. SGLang's tree
-compares tokens instead of looking up keys. Nothing but the interpreter bounds these figures; where
-a pool grows the limit is a dictionary and lists of as many blocks, which memory slows down, too.
+All run in this process on the same keys. A request has 256 blocks of 16 tokens. A figure is the
+median over all requests of a round, from the best round. Ours is the default pool, which keeps
+token ids and lists children for partial matches; vLLM's has neither. SGLang's tree compares tokens
+instead of looking up keys. Only the interpreter bounds these figures. For growing pools the limit
+is a dictionary and lists of the same number of blocks, which memory slows down too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ROUNDS = 3
 LEAVES, LEAVES_EVICTED = 50_000, 1_000
 CHAIN_TOKENS = 131_072
 SAMPLES = 4_000
-"""Requests that are looked up, and that replace others."""
+"""Number of requests to look up, and of requests that replace others."""
 SIZES = (10**4, 10**5, 10**6, 10**7)
 BYTES_PER_BLOCK = 700
-"""About what a block costs while it is measured, keys and token ids included."""
+"""Approximate memory per block during the measurement, keys and token ids included."""
 
 LOOPS = "our loops in C" if columns.NATIVE else "no compiler: our loops in Python"
 
@@ -48,7 +48,7 @@ Times = dict[str, list[float]]
 
 
 class Pool(Protocol):
-    """What is measured; a request is a number, its blocks are whatever the pool uses."""
+    """The operations that are measured; each pool has its own type for a request's blocks."""
 
     def allocate(self, count: int, /) -> Any: ...
     def commit(self, blocks: Any, keys: Sequence[BlockKey], tokens: bytes, /) -> Any: ...
@@ -65,7 +65,7 @@ class Ours:
         self.allocate: Callable[[int], Any] = self._pool.allocate
         self.free: Callable[[Any], None] = self._pool.release
         self.lookup: Callable[[Sequence[BlockKey]], Any] = self._pool.match
-        self.hold: Callable[[Sequence[BlockKey]], Any] = self._pool.acquire  # looks up again
+        self.hold: Callable[[Sequence[BlockKey]], Any] = self._pool.acquire  # it includes a lookup
 
     def commit(self, blocks: Any, keys: Sequence[BlockKey], tokens: bytes) -> Any:
         return self._pool.commit(blocks, Content(keys, ROOT, ROOT.key, tokens))
@@ -104,9 +104,9 @@ class Vllm:
 
 
 class Plain:
-    """The least that bookkeeping takes: a dictionary of keys, and lists of references and keys.
+    """The least bookkeeping: a dictionary of keys, and lists of references and keys.
 
-    Nothing of it depends on the number of blocks but how far apart they lie in memory.
+    With more blocks it only spreads over more memory; its work per block stays the same.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -115,7 +115,7 @@ class Plain:
         self._held = [0] * blocks
         self._free = list(range(blocks))
         self._idle: OrderedDict[int, list[int]] = OrderedDict()
-        """Least recently used first, by its first slot."""
+        """The slots of each free request, by its first slot; least recently used first."""
 
     def allocate(self, count: int) -> list[int]:
         if self._free:
@@ -154,7 +154,7 @@ class Plain:
 
 
 def rows() -> Iterable[Row]:
-    """Costs per block, eviction of leaves, the key chain, growth with the size of the pool."""
+    """Measure the cost per block, eviction of leaves, the key chain, and growing pools."""
     yield from per_block(256, goals=True)
     yield from per_block(1, goals=False)
     yield from trees()
@@ -163,7 +163,7 @@ def rows() -> Iterable[Row]:
 
 
 def per_block(count: int, *, goals: bool) -> Iterable[Row]:
-    """Both pools in turn, requests of ``count`` blocks."""
+    """Measure our pool and vLLM's in turn, with requests of ``count`` blocks."""
     best: list[dict[str, float]] = [{}, {}]
     makes: tuple[Callable[[int], Pool], ...] = (Vllm, Ours)
     for _ in range(ROUNDS):
@@ -183,7 +183,7 @@ def per_block(count: int, *, goals: bool) -> Iterable[Row]:
 
 
 def measure(make: Callable[[int], Pool], blocks: int, count: int) -> dict[str, float]:
-    """Seconds per block of each operation, medians over as many requests as fill the pool."""
+    """Return the seconds per block of each operation; medians over requests that fill the pool."""
     rng = random.Random(1)
     requests = blocks // count
     keys = [
@@ -207,8 +207,8 @@ def _run(
 ) -> None:
     """Fill the pool, free all, look some up, and replace some, each in another order.
 
-    All is freed twice, and measured then: at first the pages for it are new to the process, and
-    what they cost depends on the machine's kernel.
+    All is freed twice, and only the second time is measured. The first time needs new pages of
+    memory, and their cost depends on the machine's kernel.
     """
     rng, count = random.Random(2), len(keys[0])
     held: list[Any] = []
@@ -233,7 +233,7 @@ def _run(
 
 
 def _made_anew(keys: Sequence[BlockKey]) -> list[BlockKey]:
-    """Equal keys as a new request makes them: other objects, whose hash is not known yet."""
+    """Return equal keys as a new request makes them: new objects without a cached hash."""
     return [BlockKey(bytes(bytearray(key))) for key in keys]
 
 
@@ -245,7 +245,7 @@ def _timed(times: Times, name: str, call: Callable[..., Any], *arguments: Any) -
 
 
 def trees() -> Iterable[Row]:
-    """Against SGLang: evicting some of many leaves, and finding a long prefix."""
+    """Compare with SGLang: evict some of many leaves, and find a long prefix."""
     evict: list[float] = []
     match: list[float] = []
     note = f"the peer is SGLang {VERSION}'s radix cache in Python; {LOOPS}"
@@ -303,7 +303,7 @@ def _seconds(call: Callable[..., object], *arguments: object) -> float:
 
 
 def chain() -> Row:
-    """All keys of a long prompt; vLLM's are made as its request hasher does with sha256."""
+    """Return the row for all keys of a long prompt; vLLM's keys are made as its hasher does."""
     rng = random.Random(1)
     tokens = [rng.randrange(128_000) for _ in range(CHAIN_TOKENS)]
     scheme = KeyScheme(namespace({"model": "bench"}), block_tokens=BLOCK)
@@ -332,7 +332,7 @@ def chain() -> Row:
 
 
 def growth() -> Iterable[Row]:
-    """The same operations in pools of growing size, as far as memory allows."""
+    """Measure the same operations in pools of growing size, as far as memory allows."""
     first: dict[str, tuple[float, float]] = {}
     for size in SIZES:
         if size * BYTES_PER_BLOCK > _available_bytes() // 2:

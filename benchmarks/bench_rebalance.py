@@ -1,9 +1,9 @@
-"""Pools of two windows under a load whose mix changes, with memory divided once and rebalanced.
+"""Pools of two windows under a load with a changing mix: memory divided once, or rebalanced.
 
-No model and no bytes: requests are begun, computed in parts and continued a token at a time, and
-the youngest makes way where there is no room. Counts alone, so that nothing of it depends on the
-machine. Few requests are short at first, when a window needs as much as full attention; then they
-are long.
+There is no model and no data. Requests begin, are computed in parts and continue a token at a time;
+if blocks run out, the youngest request is preempted. Only counts are reported, so the machine does
+not matter. First the prompts are short, and a window needs the same memory as full attention. Then
+they are long, then short again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ CONTEXT, BLOCK, STEP = 512, 4, 64
 GENERATED = 30
 MEMORY = "2 MiB"
 WINDOWS = (None, *[64] * 5)
-"""By layer, as Gemma 3 has them."""
+"""Window of each layer, as in Gemma 3; None is full attention."""
 
 
 class Mix(NamedTuple):
-    """What is asked for a while."""
+    """The requests of one phase."""
 
     tokens: tuple[int, int]
-    """Of the prompts, the least and the most."""
+    """Least and most tokens of a prompt."""
     at_once: int
     requests: int
     texts: int
-    """How many different beginnings prompts have, half of each; 0: none is like another."""
+    """Number of different beginnings, each half a prompt; 0 if no two prompts are alike."""
 
 
 CHANGING = (Mix((30, 60), 30, 300, 0), Mix((300, 480), 13, 100, 0), Mix((30, 60), 30, 300, 0))
@@ -43,24 +43,24 @@ SHARED = (Mix((60, 120), 8, 600, 48), Mix((300, 480), 4, 150, 6), Mix((60, 120),
 
 
 class Found(NamedTuple):
-    """What became of it."""
+    """The counts of a run."""
 
     preempted: int
     cached: int
-    """Tokens of prompts that were not computed."""
+    """Tokens of prompts that were found in the cache."""
     prompts: int
-    """Tokens of them in all."""
+    """Tokens of all prompts."""
 
 
 @dataclass
 class _Running:
     request: Request
     left: int
-    """Tokens that it goes on for."""
+    """Number of tokens still to generate."""
 
 
 def opened(*, rebalance: bool) -> DeviceCache:
-    """Pools of a model with these windows, without tiers."""
+    """Open pools of a model with these windows, without tiers."""
     layers = [Layer(f"{at}.kv", 2, 8, "float32", window) for at, window in enumerate(WINDOWS)]
     plan = CachePlan(layers, block_tokens=BLOCK, max_tokens=CONTEXT, step=STEP)
     source = {"gpu": {"memory": MEMORY, "rebalance": rebalance}}
@@ -68,7 +68,7 @@ def opened(*, rebalance: bool) -> DeviceCache:
 
 
 def serve(cache: DeviceCache, mixes: Sequence[Mix]) -> Found:
-    """Serve all requests of each mix in turn; afterwards nobody holds anything."""
+    """Serve all requests of each mix in turn, release them and return the counts."""
     load = Load(cache)
     for mix in mixes:
         load.serve(mix)
@@ -76,7 +76,7 @@ def serve(cache: DeviceCache, mixes: Sequence[Mix]) -> Found:
 
 
 class Load:
-    """An engine that does nothing but ask for blocks."""
+    """An engine that only asks for blocks."""
 
     def __init__(self, cache: DeviceCache) -> None:
         self.preempted = self.cached = self.prompts = 0
@@ -86,7 +86,7 @@ class Load:
         self._waiting: list[tuple[list[int], int]] = []
 
     def serve(self, mix: Mix) -> None:
-        """Serve what a mix asks for."""
+        """Serve all requests of a mix."""
         self._waiting = [(tokens, GENERATED) for tokens in self._prompts(mix)]
         self.prompts += sum(len(tokens) for tokens, _ in self._waiting)
         while self._waiting or self._running:
@@ -121,7 +121,7 @@ class Load:
                 self.cached += request.cached
 
     def _go_on(self, one: _Running) -> None:
-        """Compute the next part of its prompt, or its next token; the youngest makes way."""
+        """Compute the next part of a prompt, or the next token; preempt the youngest if needed."""
         request, end = one.request, one.request.computed + STEP
         while one in self._running:
             try:
@@ -146,7 +146,7 @@ class Load:
 
 
 def rows() -> Iterable[Row]:
-    """Preemptions, and what of prompts is found, without and with rebalancing."""
+    """Measure preemptions and prompt tokens found, without and with rebalancing."""
     for name, mixes in (("short, long, short", CHANGING), ("the same with beginnings", SHARED)):
         found: list[Found] = []
         moved = 0

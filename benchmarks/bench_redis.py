@@ -1,10 +1,10 @@
 """The Redis tier against the raw protocol on the same server.
 
-The limit is a client that does nothing else: a blocking socket that sends the same commands with
-the same values from memory (``sendmsg``) and receives the replies into the same memory
-(``recv_into``), without a label and without a checksum. Ours and raw take turns, medians are
-compared. LMCache's clients, which write neither label nor checksum, take their turns as well.
-Below them stands what redis-benchmark reaches, which reuses one value.
+The limit is a minimal client: a blocking socket that sends the same commands with the same values
+from memory (``sendmsg``) and receives the replies into the same memory (``readinto1``), without
+label and checksum. Ours and raw take turns; medians are compared. LMCache's clients, which write
+neither label nor checksum, take turns as well. The last rows show redis-benchmark, which reuses one
+value.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 4 * MIB)
 BATCHES = (1, 16, 128)
 BATCH_BYTES = 128 * MIB
-"""What a batch may hold at most: of the largest blocks fewer are sent at once."""
+"""Most bytes of a batch; of the largest blocks fewer are sent at once."""
 ROUNDS = 9
 SLOW_ROUNDS = 3
-"""Of clients that ask for one key after the other."""
+"""Rounds for clients that ask for one key after the other."""
 KEYS = 8192
 
 
 def rows() -> Iterable[Row]:
-    """Sets and gets of each size and batch, then existence."""
+    """Measure sets and gets of each size and batch, then existence."""
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         for size in SIZES:
             for batch in sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES}):
@@ -59,7 +59,7 @@ def rows() -> Iterable[Row]:
 
 
 class Raw:
-    """The bare minimum: one blocking socket."""
+    """A minimal client: one blocking socket."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -82,12 +82,12 @@ class Raw:
             assert self._file.readline() == b"+OK\r\n"
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Have the server give their memory back, as ours is asked to."""
+        """Have the server free the values, as with ours."""
         self._socket.sendall(encode(b"UNLINK", *names))
         self._file.readline()
 
     def get(self, values: Sequence[memoryview]) -> None:
-        """Fetch them again, each into its memory; not all are asked for at once, as in ours."""
+        """Fetch the values into their memory; request only some ahead, as ours does."""
         ahead = max(1, 2 * STEP_BYTES // len(values[0]))
         asked = 0
         for number, value in enumerate(values):
@@ -109,7 +109,7 @@ class Raw:
             assert self._file.readline() == b":1\r\n"
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._file.close()
         self._socket.close()
 
@@ -118,7 +118,7 @@ class Raw:
 async def opened(
     server: RedisServer, size: int, count: int
 ) -> AsyncGenerator[tuple[RedisTier, Blocks]]:
-    """A tier, and blocks of ``size`` bytes."""
+    """Open a tier; yield it with ``count`` blocks of ``size`` bytes."""
     layout = Layout(block_tokens=16, block_bytes=size)
     blocks = Blocks(layout, count)
     tier = RedisTier(RedisOptions(url=server.url))
@@ -134,7 +134,7 @@ async def opened(
 
 
 async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]:
-    """One batch after the other, ours and raw and LMCache's in turns."""
+    """Return the rows of one size and batch; ours, raw and LMCache's clients take turns."""
     took: dict[str, list[float]] = {}
     raw = Raw(server.port)
     repeats = max(1, 16 * MIB // (size * batch))
@@ -166,7 +166,7 @@ async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]
 
 
 def compared(title: str, name: str, speed: Mapping[str, float]) -> Iterable[Row]:
-    """Ours beside the limit, and beside each client of LMCache's."""
+    """Yield rows that compare ours with the limit, and with each LMCache client."""
     ours = speed[f"{name} ours"]
     yield Row(
         name=f"redis {title} at once",
@@ -189,7 +189,7 @@ def compared(title: str, name: str, speed: Mapping[str, float]) -> Iterable[Row]
 
 
 def peers(server: RedisServer, views: Sequence[memoryview]) -> list[Client]:
-    """LMCache's clients, none if they cannot be had; within a loop."""
+    """Return LMCache's clients, or none if LMCache is not available; call it inside a loop."""
     try:
         install()
     except Absent as error:
@@ -199,7 +199,7 @@ def peers(server: RedisServer, views: Sequence[memoryview]) -> list[Client]:
 
 
 async def existence(server: RedisServer) -> Iterable[Row]:
-    """A prefix of 8,192 blocks: which of them are there."""
+    """Return rows for asking which of a prefix of 8,192 blocks exist."""
     took: dict[str, list[float]] = defaultdict(list)
     raw = Raw(server.port)
     async with opened(server, 4096, 1) as (tier, blocks):
@@ -252,7 +252,7 @@ async def existence(server: RedisServer) -> Iterable[Row]:
 
 
 def redis_benchmark(server: RedisServer) -> Iterable[Row]:
-    """What the server's own tool reaches with values of 1 MiB, 16 at once."""
+    """Measure the server's own tool with values of 1 MiB, 16 at once."""
     if shutil.which("redis-benchmark") is None:
         return
     command = ["redis-benchmark", "-p", str(server.port), "-d", str(MIB), "-P", "16", "-c", "1"]

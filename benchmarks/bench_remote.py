@@ -1,7 +1,7 @@
-"""The tiers that engines share beside each other: Redis, NIXL, Mooncake, an object store.
+"""The tiers that engines share, side by side: Redis, NIXL, Mooncake, an object store.
 
-Each has its server on this machine, over TCP on loopback: no network, and no RDMA. The object
-store's is moto's, in Python, which says nothing about a store far away. All take turns.
+Each has its server on this machine, over TCP on loopback: no network and no RDMA. The object
+store's server is moto, in Python, which says nothing about a remote store. All take turns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.kit.objectserver import BUCKET, ObjectServer
 
 
 def rows() -> Iterable[Row]:
-    """What a process of its own measures: with NIXL in it, an interpreter crashes at its end."""
+    """Measure in a separate process, because an interpreter with NIXL crashes at its exit."""
     return measured_by("benchmarks.bench_remote")
 
 
 def measured() -> Iterable[Row]:
-    """Puts and gets of each size and batch."""
+    """Measure puts and gets of each size and batch."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis = stack.enter_context(RedisServer(folder))
@@ -60,7 +60,7 @@ def measured() -> Iterable[Row]:
 
 
 async def transfers(tiers: dict[str, Tier], size: int, batch: int) -> list[Row]:
-    """One batch after the other, in turns."""
+    """Return the rows of one size and batch; all tiers take turns."""
     blocks = Blocks(Layout(block_tokens=16, block_bytes=size), batch)
     async with opened(tiers, blocks):
         speed = await in_turns(blocks, {"memcpy": copied(blocks)}, tiers)

@@ -1,7 +1,7 @@
-"""The index of who holds what, filled with 10^7 blocks of eight engines.
+"""The router's index of engines and their blocks, filled with 10^7 blocks of eight engines.
 
-The limit of what is told is an item of a dictionary, that of an answer naming the prompt's blocks;
-both in the same run.
+The limit of an update is one item of a dictionary per block. The limit of an answer is the time to
+compute the names of the prompt's blocks. Both are from the same run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvladder.routing.index import Index, names
 BLOCKS = 10_000_000
 ENGINES = 8
 PROMPT, SIZE = 2048, 16
-"""Tokens of each prompt that is told, and of a block."""
+"""Tokens of each stored prompt, and of a block."""
 ASKED = (128, 2048)
 ROUNDS = 200
 
 
 def rows() -> Iterator[Row]:
-    """Fill it, ask it."""
+    """Measure filling the index, its memory, and queries."""
     chance, index = random.Random(1), Index()
     before = resident()
     count = PROMPT // SIZE
@@ -70,7 +70,7 @@ def rows() -> Iterator[Row]:
 
 
 def timed(call: Callable[[list[int]], object], prompts: list[list[int]]) -> float:
-    """Seconds of one call, the median."""
+    """Return the median seconds of one call."""
     taken: list[float] = []
     for number in range(ROUNDS):
         prompt = prompts[number % len(prompts)]
@@ -81,6 +81,6 @@ def timed(call: Callable[[list[int]], object], prompts: list[list[int]]) -> floa
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) << 10

@@ -1,9 +1,9 @@
-"""SGLang with kvladder below it beside its own host pool and its own files.
+"""SGLang with kvladder below it, against SGLang's own host pool and its own files.
 
-The storage alone is measured first, then the time to the first token of a prompt of 3,000 tokens
-in a real engine on the CPU: computed, from SGLang's host pool, from each storage. The model has
-little to compute and 128 KiB to keep of each token, so that caches decide. SGLang is told to wait
-for all that a storage has.
+The storage alone is measured first. Then a real engine on the CPU serves a prompt of 3,000 tokens,
+and the time to its first token is measured: computed, from SGLang's host pool, and from each
+storage. The model computes little and keeps 128 KiB per token, so caches dominate. SGLang is set to
+wait for everything that a storage holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def stack(folder: Path, slots: int) -> dict[str, Any]:
-    """Ours, whose arena has room for all that is asked, or for a part of it."""
+    """Return kvladder's settings with an arena of ``slots`` pages."""
     return {
         **OURS,
         "arena": {"size": slots * PAGE_BYTES},
@@ -47,13 +47,13 @@ def stack(folder: Path, slots: int) -> dict[str, Any]:
 
 
 class Clients:
-    """Asks an engine, and says how long the first token took."""
+    """Sends requests to an engine and measures the time to the first token."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def asked(self, first: int, *, storage: int | None) -> float:
-        """Seconds; ``storage`` is how many tokens are to come from there, None for any number."""
+        """Return seconds; ``storage`` is the number of tokens expected from there, None for any."""
         begun = perf_counter()
         found = self._engine.generate(first, TOKENS, new=1)
         took = perf_counter() - begun
@@ -61,12 +61,14 @@ class Clients:
         return took
 
     def cold(self) -> list[float]:
-        """Prompts that nobody has asked before."""
+        """Return the seconds of new prompts."""
         return [self.asked(100 + turn, storage=0) for turn in range(2)]
 
     def stored(self) -> tuple[list[float], list[float]]:
-        """What only the storage has; and in turns with it, what SGLang's host pool has and its
-        device pool has lost."""
+        """Return the seconds of prompts from the storage alone, and from SGLang's host pool.
+
+        Both take turns. SGLang's device pool has lost the prompt in both cases.
+        """
         took: list[float] = []
         host: list[float] = []
         self.asked(1, storage=None)
@@ -78,7 +80,7 @@ class Clients:
         return took, host
 
     def attach(self, extra: dict[str, Any], backend: str = "dynamic") -> None:
-        """Have another storage, which is empty, and store the prompt there."""
+        """Attach another storage, which is empty, and store the prompt there."""
         assert self._engine.do("detach") == ""
         assert self._engine.do("attach", extra=extra, backend=backend) == ""
         self._engine.do("flush")
@@ -86,7 +88,7 @@ class Clients:
 
 
 def first_tokens(folder: Path) -> Iterable[Row]:
-    """Milliseconds of each way."""
+    """Measure the time to the first token in each way."""
     prepare(folder)
     model = make_model(folder, folder / "model", 0, "llama_wide")
     engine = Engine(folder, model, stack(folder, 4 * PAGES), **SETTINGS)
@@ -127,7 +129,7 @@ def first_tokens(folder: Path) -> Iterable[Row]:
 
 
 def rows() -> Iterable[Row]:
-    """The storage alone, then the time to the first token."""
+    """Measure the storage alone, then the time to the first token."""
     place = os.environ.get("KVLADDER_BENCH_DIR")
     with tempfile.TemporaryDirectory(dir=place) as made:
         folder = Path(made)

@@ -1,9 +1,9 @@
-"""What the connector costs vLLM's scheduler thread, beside vLLM's own offloading.
+"""The connector's cost for vLLM's scheduler thread, beside vLLM's own offloading.
 
-A prompt of 131,072 tokens at block 16 is 8,192 blocks. Both sides do for all of them what their
-scheduler half does in memory, without an engine: look up, reserve room for a save and end it, pin
-for a load and end it. Ours goes through the connector's search and jobs; vLLM's through its
-tiering manager over its CPU manager, as its connector calls them. The limit of a poll is a call.
+A prompt of 131,072 tokens in blocks of 16 has 8,192 blocks. For all of them, both sides do the
+in-memory work of their scheduler half, without an engine: look up, reserve slots for a save and end
+it, pin for a load and end it. Ours uses the connector's search and jobs. vLLM's uses its tiering
+manager over its CPU manager, as its connector calls them. The limit of a poll is a bare call.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ PARTS = {
 
 
 def rows() -> Iterable[Row]:
-    """Microseconds of the scheduler's thread a block, and a poll's."""
+    """Measure microseconds of the scheduler's thread per block, and of a poll."""
     ours, native = Ours(), Native()
     seconds: dict[tuple[str, str], list[float]] = {}
     polls: list[float] = []
@@ -206,7 +206,7 @@ def rows() -> Iterable[Row]:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     begun = perf_counter()
     run()
     return perf_counter() - begun

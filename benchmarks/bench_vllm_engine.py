@@ -1,7 +1,8 @@
 """A real vLLM on CPU with kvladder, with vLLM's own offloading, and with neither.
 
-Engines run side by side in processes of their own and are told in turn what to do, so that a busy
-machine slows all of them alike. A tiny random model: what is compared is what connectors add.
+Each engine runs in its own process, and the engines take turns, so that a busy machine slows all of
+them alike. The models are small, with random weights: only the cost that connectors add is
+compared.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """One child process."""
+    """An engine in a child process."""
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
         spec = {"model": str(model), "transfer": transfer, "engine": {}}
@@ -78,7 +79,7 @@ class Engine:
 
 
 def kvladder_with(stack: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's settings for our connector."""
+    """Return vLLM's settings for our connector."""
     return {
         "kv_connector": "KVLadderConnector",
         "kv_connector_module_path": "kvladder.connectors.vllm",
@@ -89,7 +90,7 @@ def kvladder_with(stack: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_with(folder: Path) -> dict[str, Any]:
-    """vLLM's settings for its own offloading with its tier of files."""
+    """Return vLLM's settings for its own offloading with its file tier."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -104,7 +105,7 @@ def native_with(folder: Path) -> dict[str, Any]:
 
 
 def rows() -> Iterable[Row]:
-    """Throughput without hits, steps while a tier hangs, time to first token from files."""
+    """Measure throughput without hits, steps beside a hanging tier, and times to first token."""
     with tempfile.TemporaryDirectory(prefix="kvladder-bench-") as name:
         folder = Path(name)
         model = folder / "tiny"
@@ -122,7 +123,7 @@ def rows() -> Iterable[Row]:
 
 
 def together(model: Path, folder: Path, **transfers: Any) -> dict[str, Engine]:
-    """Engines by name, all started."""
+    """Start engines and return them by name."""
     engines = {n: Engine(model, t, folder / f"{n}.log") for n, t in transfers.items()}
     for engine in engines.values():
         assert engine.answer() == "ready"
@@ -130,13 +131,13 @@ def together(model: Path, folder: Path, **transfers: Any) -> dict[str, Engine]:
 
 
 def prompts_of(seed: int, count: int, length: int, prefix: list[int] | None = None) -> Prompts:
-    """Prompts that nothing has seen before, but for their prefix."""
+    """Return new prompts; only their prefix, if any, may be cached."""
     draw = random.Random(seed)
     return [[*(prefix or []), *draw.choices(range(3, 1000), k=length)] for _ in range(count)]
 
 
 def without_hits(model: Path, folder: Path, *, length: int) -> Row:
-    """8 prompts of this length and 48 more tokens each, which nobody has asked for before."""
+    """Return the row for 8 new prompts of ``length`` tokens, with 48 generated tokens each."""
     files = folder / f"kv-{model.name}"
     stack = {"host": "256 MiB", "files": str(files), "capacity": "256 MiB"}
     engines = together(model, folder, none=None, ours=kvladder_with(stack))
@@ -145,7 +146,7 @@ def without_hits(model: Path, folder: Path, *, length: int) -> Row:
     for turn in range(ROUNDS + 1):
         for name, engine in engines.items():
             found = engine.run(prompts_of(turn, 8, length), 48)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 seconds[name].append(found["seconds"])
                 steps[name] += found["steps"][8:]
     for engine in engines.values():
@@ -198,9 +199,9 @@ def hanging(model: Path, folder: Path) -> Iterable[Row]:
 
 
 def behind_a_slow_link(model: Path, folder: Path) -> Row:
-    """Prompts that a tier has and gives so slowly that computing them is faster, one at a time."""
+    """Return the row for prompts in a tier so slow that recomputing is faster, one at a time."""
     tiers = [{"type": "host"}, {"type": "slow", "capacity": "64 MiB", "when": "commit"}]
-    stack = {"arena": {"size": "4 MiB"}, "tiers": tiers}  # a prompt: the others are not in it
+    stack = {"arena": {"size": "4 MiB"}, "tiers": tiers}  # for one prompt only
     engines = together(model, folder, none=None, ours=kvladder_with(stack))
     prompts = prompts_of(7, 3, 900)
     first: dict[str, list[float]] = {"none": [], "ours": []}
@@ -236,7 +237,7 @@ def shared_prefix(model: Path, folder: Path) -> Iterable[Row]:
     for turn in range(3):
         engines = together(model, folder, none=None, **transfers)
         for engine in engines.values():
-            engine.run(prompts_of(50 + turn, 2, 64), 4)  # warms up, and is not in the files
+            engine.run(prompts_of(50 + turn, 2, 64), 4)  # warms up; not in the files
         for name, engine in engines.items():
             found = engine.run(prompts_of(turn, REQUESTS, 16, prefix), 1)["first"]
             first[name] += found

@@ -1,4 +1,4 @@
-"""Blocks to have tiers move in turns, and how long that takes."""
+"""Blocks for tiers to move in turns, and the times that it takes."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from kvladder.tiers.label import Labels, Read, Ref, Write
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 4 * MIB)
-"""Of blocks, where tiers that engines share are compared."""
+"""Block sizes for the comparison of tiers that engines share."""
 BATCHES = (1, 16, 64)
 BATCH_BYTES = 64 * MIB
 LARGE_BYTES = 16 * MIB
-"""From here on a batch's bytes count, not its calls."""
+"""Batch size from which the bytes dominate the time, not the calls."""
 ROUNDS = 7
 
 
 def batches(size: int) -> list[int]:
-    """How many blocks of a size are moved at once."""
+    """Return the batch sizes, in blocks, for a block size."""
     return sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES})
 
 
 def told(size: int, batch: int) -> str:
-    """A batch in words."""
+    """Return a batch in words."""
     unit = f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
     return f"{batch} of {unit} at once"
 
 
 def key(number: int) -> BlockKey:
-    """The key of a block."""
+    """Return the key of a block."""
     return BlockKey(hashlib.sha256(b"bench %d" % number).digest())
 
 
 class Blocks:
-    """Blocks of random bytes in an arena, and what a level has a tier do with them."""
+    """Blocks of random bytes in an arena, with the requests that a level gives to a tier."""
 
     def __init__(self, layout: Layout, count: int) -> None:
         self.layout = layout
@@ -61,28 +61,28 @@ class Blocks:
         self._labels = Labels(layout.namespace(), self.size, verify=True)
 
     def writes(self) -> list[Write]:
-        """All of them, to be stored."""
+        """Return write requests for all blocks."""
         every = zip(self.refs, self.slots, self.views, strict=True)
         return [Write(self._labels, *one) for one in every]
 
     def alike(self, numbers: Iterable[int]) -> list[Write]:
-        """The bytes of the first one under other keys."""
+        """Return write requests for the first block's bytes under other keys."""
         refs = (Ref(key(number), NO_PLACE) for number in numbers)
         return [Write(self._labels, ref, self.slots[0], self.views[0]) for ref in refs]
 
     def reads(self) -> list[Read]:
-        """All of them, to be fetched."""
+        """Return read requests for all blocks."""
         every = zip(self.refs, self.slots, self.views, strict=True)
         return [Read(self._labels, *one) for one in every]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the slots and close the arena."""
         self.arena.release(self.slots)
         self.arena.close()
 
 
 async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]]) -> float:
-    """Seconds that a call takes, all of whose answers are True."""
+    """Return the seconds that a call takes; all its answers must be True."""
     began = time.perf_counter()
     answers = await work()
     took = time.perf_counter() - began
@@ -91,14 +91,14 @@ async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]
 
 
 def timed_raw(work: Callable[[], None]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def copied(blocks: Blocks) -> Callable[[], None]:
-    """Copies all blocks to other memory, in one thread."""
+    """Return a function that copies all blocks to other memory, in one thread."""
     target = ctypes.create_string_buffer(blocks.size)
 
     def copy() -> None:
@@ -111,7 +111,7 @@ def copied(blocks: Blocks) -> Callable[[], None]:
 
 @asynccontextmanager
 async def opened(tiers: Mapping[str, Tier], blocks: Blocks) -> AsyncGenerator[None]:
-    """Have tiers open over the arena of these blocks, under one namespace."""
+    """Open tiers over the arena of these blocks, under one namespace; close them at the end."""
     layout, pool = blocks.layout, BlockingPool(4, "bench")
     space = layout.namespace()
     for tier in tiers.values():
@@ -127,9 +127,9 @@ async def opened(tiers: Mapping[str, Tier], blocks: Blocks) -> AsyncGenerator[No
 async def in_turns(
     blocks: Blocks, raw: Mapping[str, Callable[[], None]], tiers: Mapping[str, Tier]
 ) -> dict[str, float]:
-    """GB/s at which all blocks are moved: by each of ``raw``, and by a put and a get of each tier.
+    """Return the GB/s at which each of ``raw``, and each tier's put and get, moves all blocks.
 
-    They take turns, and it is the medians of rounds, each of which moves 16 MiB at least.
+    They take turns. The result is the median of the rounds; each round moves at least 16 MiB.
     """
     took: dict[str, list[float]] = defaultdict(list)
     batch_bytes = blocks.size * len(blocks.slots)
@@ -149,7 +149,7 @@ async def in_turns(
 
 
 def isolation(name: str, blocks: Blocks, call: str, speed: Mapping[str, float]) -> Row:
-    """What a process of its own costs a tier: ``ours`` beside ``inside``."""
+    """Return the row that shows the cost of a separate process for a tier: ours, inside."""
     size, batch = blocks.size, len(blocks.slots)
     return Row(
         name=f"{name} {call}, {told(size, batch)}, and inside the engine",

@@ -1,7 +1,7 @@
-"""Tests and rows for a machine with CUDA: ``make gpu``, or ``python -m benchmarks.gpu``.
+"""Run tests and benchmarks on a machine with CUDA; ``make gpu`` runs this too.
 
-Needs torch and NumPy and nothing else; what a part needs beside them is said where it is missing.
-Results go to ``benchmarks/results/DATE-gpu-NAME.md`` and ``.json``. Ends with 1 if a part failed.
+Needs torch and NumPy. A part that needs another package is skipped if it is missing, and says so.
+Writes ``benchmarks/results/DATE-gpu-NAME.md`` and ``.json``. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from benchmarks.__main__ import RESULTS, machine
 from benchmarks.row import Row, markdown, plain
 
 MINUTES = 9.0
-"""How long all parts may take; a part that would begin later is skipped."""
+"""Time limit for all parts; a part that would begin later is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something to test or to measure."""
+    """A test or a measurement."""
 
     name: str
     run: Callable[[], Iterable[Row]]
     needs: tuple[str, ...] = ()
-    """Modules, beside torch and a device."""
+    """Modules that it needs beside torch and a device."""
     dry: bool = False
-    """Whether it is only tried, at a tiny size and without a device."""
+    """True if it only tries to run, at a tiny size and without a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a part."""
+    """The result of a part."""
 
     name: str
     state: str
-    """"passed", or why it was skipped or failed."""
+    """"passed", or the reason why it was skipped or failed."""
     seconds: float
 
 
@@ -56,9 +56,9 @@ NAMES = {
     "small pages by a kernel": "kernel",
     "a load behind a save": "latency",
 }
-"""What each part is called in ``gpu_parts``, the tests first."""
+"""Each part's function in ``gpu_parts``; the tests come first."""
 MODELS = {"generating beside saves": "decoding", "the first token of a model": "first_token"}
-"""What each part is called in ``gpu_rows``, the longest last."""
+"""Each part's function in ``gpu_rows``; the longest part comes last."""
 NEEDS = {
     "tests of pools and engines": ("pytest", "hypothesis", "transformers"),
     "small pages by a kernel": ("triton",),
@@ -67,7 +67,7 @@ NEEDS = {
 
 
 def parts(*, dry: bool = False) -> list[Part]:
-    """What there is, or what can be tried; what needs torch is imported when a part runs."""
+    """Return all parts, or those that can run dry; a part imports torch when it runs."""
 
     def of(module: str, function: str, **options: bool) -> Callable[[], Iterable[Row]]:
         def run() -> Iterable[Row]:
@@ -90,7 +90,7 @@ def parts(*, dry: bool = False) -> list[Part]:
 
 
 def missing(part: Part) -> str:
-    """Why a part cannot run here; "" if it can."""
+    """Return the reason why a part cannot run here; "" if it can."""
     for name in ("torch", "numpy", *part.needs):
         if find_spec(name) is None:
             return f"there is no {name}"
@@ -102,7 +102,7 @@ def missing(part: Part) -> str:
 
 
 def run(wanted: Sequence[Part], minutes: float) -> tuple[list[Row], list[Outcome]]:
-    """Run parts one after the other, saying so; none that fails keeps the next."""
+    """Run parts one after the other and print the progress; after a failure run the next part."""
     rows: list[Row] = []
     outcomes: list[Outcome] = []
     end_s = monotonic() + 60 * minutes
@@ -126,7 +126,7 @@ def run(wanted: Sequence[Part], minutes: float) -> tuple[list[Row], list[Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for and write it down; 1 if a part failed."""
+    """Run the requested parts and write the results; return 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", action="append", metavar="TEXT", help="parts named like this")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="skip what begins later")

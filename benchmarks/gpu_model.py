@@ -1,7 +1,7 @@
 """A decoder with random weights over a paged KV cache, which kvladder saves and loads.
 
-Its shape is that of a model with 8 billion parameters on a device, and a tiny one where the rows
-are only to be tried. It computes as an engine does: a prompt in parts, then a token at a time.
+Its shape is that of a model with 8 billion parameters on a device, and a tiny one for a dry run. It
+computes as an engine does: a prompt in parts, then a token at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.attention.bias import causal_lower_right  # pyright: ignore[report
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 BLOCK = 16
-"""Tokens."""
+"""Tokens of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model, and of what is asked of it."""
+    """The shape of a model, and of the load on it."""
 
     layers: int
     hidden: int
@@ -29,17 +29,17 @@ class Shape:
     inner: int
     dtype: torch.dtype
     prompts: tuple[int, ...]
-    """Tokens of the prompts whose first token is waited for."""
+    """Tokens of each prompt in the measurement of the first token."""
     part: int
-    """Tokens of a prompt that are computed at a time."""
+    """Tokens of a prompt computed at a time."""
     batch: int
-    """Sequences that generate together."""
+    """Number of sequences that generate together."""
     steps: int
-    """That they do in a round."""
+    """Steps that they do in a round."""
 
     @property
     def head(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         return self.hidden // self.heads
 
     @property
@@ -50,11 +50,11 @@ class Shape:
 
 REAL = Shape(32, 4096, 32, 8, 14336, torch.bfloat16, (8192, 32768, 131072), 8192, 32, 64)
 DRY = Shape(3, 64, 4, 2, 128, torch.float32, (64, 128), 48, 2, 4)
-"""For a machine without a device: whether it runs is all that it says."""
+"""A tiny shape for machines without a device; it only shows that the code runs."""
 
 
 class Decoder:
-    """The model with its KV cache, in which ``together`` has all layers of a block side by side."""
+    """The model with its KV cache; with ``together``, all layers of a block are side by side."""
 
     def __init__(self, shape: Shape, device: torch.device, *, blocks: int, together: bool) -> None:
         self.shape, self.device, self.blocks = shape, device, blocks
@@ -96,9 +96,10 @@ class Decoder:
         end: int,
         wait: Callable[[str], None] = lambda layer: None,
     ) -> torch.Tensor:
-        """Compute tokens ``begin <= n < end`` of a prompt whose blocks are ``table``.
+        """Compute tokens ``begin <= n < end`` of a prompt with the blocks ``table``.
 
-        Parts begin and end at blocks. ``wait`` is told of each layer before it reads.
+        Parts begin and end at blocks. ``wait`` is called with each layer before it is read.
+        Return the state of the last token.
         """
         assert begin % BLOCK == end % BLOCK == 0
         ids = torch.tensor(table[: end // BLOCK], device=self.device)
@@ -113,7 +114,10 @@ class Decoder:
         return last
 
     def decode(self, x: torch.Tensor, ids: torch.Tensor, at: int) -> torch.Tensor:
-        """A token of each sequence, whose blocks are the rows of ``ids``; its KV goes to ``at``."""
+        """Compute a token of each sequence; its KV goes to position ``at``.
+
+        ``ids`` has the blocks of a sequence in each row.
+        """
         shape, count = self.shape, len(x)
         for layer, weights in enumerate(self._weights):
             query, key, value = self._projected(x, weights)
@@ -127,7 +131,7 @@ class Decoder:
         return x
 
     def _layer(self, x: torch.Tensor, layer: int, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """One layer for tokens of one prompt, the first of which begins block ``first``."""
+        """Compute one layer for tokens of one prompt; they begin at the block ``first``."""
         shape, weights, cache = self.shape, self._weights[layer], self.kv[layer]
         query, key, value = self._projected(x, weights)
         made = torch.stack([key, value], 1).view(-1, BLOCK, 2, *key.shape[1:]).transpose(1, 2)
@@ -140,14 +144,14 @@ class Decoder:
         return self._after(x, seen[0].transpose(0, 1).reshape(len(x), -1), weights)
 
     def _projected(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Query, key and value, ``[tokens, heads, elements]``."""
+        """Return query, key and value, ``[tokens, heads, elements]``."""
         shape = self.shape
         found = (rms_norm(x, x.shape[-1:]) @ weights["in"]).view(len(x), -1, shape.head)
         keys, values = shape.heads, shape.heads + shape.kv_heads
         return [found[:, :keys], found[:, keys:values], found[:, values:]]
 
     def _wide(self, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, ``[sequences, heads, tokens, elements]``, for each head of the query."""
+        """Return keys and values per query head, ``[sequences, heads, tokens, elements]``."""
         keys, values = read.unbind(1)
         times = self.shape.heads // self.shape.kv_heads
         return keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)

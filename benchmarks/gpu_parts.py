@@ -1,4 +1,4 @@
-"""The parts of ``make gpu``: each is called on a machine with torch and a CUDA device."""
+"""The parts of ``make gpu``; each needs torch and a CUDA device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 CUDA: Any = torch.cuda  # its annotations are incomplete
 BLOCKS, SLOTS, LAYERS = 64, 64, 8
 LONG_CYCLES = 200_000_000
-"""About a tenth of a second of a kernel that does nothing."""
+"""Length of an idle kernel, about a tenth of a second."""
 ROUNDS = 7
 SMALL_COUNT = 64
-"""Blocks of small pages that are copied together."""
+"""Number of blocks with small pages that are copied together."""
 SIZES = {"16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 COUNTS = (1, 16, 256, 4096)
 SUITE_S = 300
@@ -48,7 +48,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _layouts() -> Iterator[tuple[str, list[Tensors]]]:
-    """Each layout as groups of tensors."""
+    """Yield the name and the groups of tensors of each layout."""
     kv = _zeros(LAYERS, BLOCKS, 2, 16, 128)
     yield "LBHNC", [{f"layer{i}": kv[i] for i in range(LAYERS)}]
     together = _zeros(BLOCKS, LAYERS, 2, 16, 128)
@@ -68,7 +68,7 @@ def _copier(
     slot_bytes: int | None = None,
     staged: bool = False,
 ) -> Generator[tuple[StreamCopier, Arena, dict[int, RankShare]]]:
-    """A copier between tensors and an arena whose slots are registered."""
+    """Yield a copier between tensors and an arena; all its slots are registered."""
     parts = {
         number: RankShare(BlockPages.of(tensors, blocks=next(iter(tensors.values())).shape[0]))
         for number, tensors in enumerate(groups)
@@ -98,7 +98,10 @@ def _finish(copier: StreamCopier, job: CopyJob) -> None:
 
 
 def order() -> Iterable[Row]:
-    """Saves read what a late kernel wrote; loads write after it; a forward pass reads loads."""
+    """Test that saves read what a late kernel wrote, and a forward pass reads what was loaded.
+
+    Loads also write after a late kernel.
+    """
     for name, groups in _layouts():
         for way in ("batched", "staged", "kernel"):
             with _copier(groups, staged=way == "staged") as (copier, arena, parts):
@@ -117,7 +120,7 @@ def order() -> Iterable[Row]:
 def _in_order(
     copier: StreamCopier, arena: Arena, part: RankShare, group: int, *, by_layer: bool
 ) -> None:
-    """What was saved behind a long kernel comes back, over what another such kernel writes."""
+    """Test that a save behind a long kernel comes back, over what another such kernel writes."""
     views = [page.view for page in part.pages.pages]
     wanted = [torch.randint(0, 256, view.shape, dtype=torch.uint8, device="cuda") for view in views]
     half = BLOCKS // 2
@@ -131,7 +134,7 @@ def _in_order(
         view.copy_(content)
     save = CopyJob(JobId(1), "offload", saved, slots, group)
     copier.submit(save)
-    copier.fence([save.id])  # and what overwrites them comes after
+    copier.fence([save.id])  # the overwriting below comes after the save
     for view in views:
         view.fill_(0xDD)
     _finish(copier, save)
@@ -146,7 +149,7 @@ def _in_order(
     if by_layer:
         for layer in part.pages.layers:
             copier.fence([load.id], layer.names[0])
-            layer.view[half:].sum()  # as early as it may be read
+            layer.view[half:].sum()  # read it as early as allowed
     copier.fence([load.id])
     read = [view[half:].clone() for view in views]
     _finish(copier, load)
@@ -155,7 +158,7 @@ def _in_order(
 
 
 def registering() -> Iterable[Row]:
-    """8 to 100 GiB, as far as a half of the memory goes; and what the driver refuses."""
+    """Register 8 to 100 GiB, at most half of the memory; test that the driver's refusal is safe."""
     device = CudaDevice(_device())
     for gib in (8, 32, 100):
         if gib << 30 > memory_available() // 2:
@@ -179,7 +182,7 @@ def registering() -> Iterable[Row]:
 
 
 def sleep() -> Iterable[Row]:
-    """The KV tensors' memory goes while saves are under way: after them, and nothing is hurt."""
+    """Test that ``drain`` ends the saves in flight, so that the KV tensors can be freed."""
     groups: list[Tensors] = [{"kv": _zeros(BLOCKS, 1 << 20, dtype=torch.uint8)}]
     with _copier(groups) as (copier, _, parts):
         groups[0]["kv"].fill_(7)
@@ -199,7 +202,7 @@ def sleep() -> Iterable[Row]:
 
 
 def suite() -> Iterable[Row]:
-    """The tests that need a device: pools over tiers, and the engine of transformers."""
+    """Run the tests that need a device: pools over tiers, and the engine of transformers."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests/connectors"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=SUITE_S)
     return ()
@@ -209,7 +212,7 @@ def suite() -> Iterable[Row]:
 
 
 def copies() -> Iterable[Row]:
-    """Blocks each way beside one copy of as many bytes of pinned memory, and vLLM's operation."""
+    """Measure copies each way, beside one copy of the same pinned bytes and vLLM's operation."""
     theirs = _vllm()
     for name, size in SIZES.items():
         for count in COUNTS:
@@ -264,7 +267,7 @@ def _copies(name: str, size: int, count: int, theirs: Callable[..., None] | None
 
 
 def _vllm() -> Callable[..., None] | None:
-    """The batched operation of vLLM, where that is installed."""
+    """Return vLLM's batched operation, or None if vLLM is not installed."""
     try:
         from vllm import _custom_ops
     except ImportError:
@@ -274,7 +277,7 @@ def _vllm() -> Callable[..., None] | None:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """The device's median time for what a call tells it, by events around it."""
+    """Return the device's median seconds for a call's work, by events around it."""
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
         begun, ended = (CUDA.Event(enable_timing=True) for _ in range(2))
@@ -288,7 +291,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def kernel() -> Iterable[Row]:
-    """Small pages moved by the kernel beside the copy engines: where it begins to be slower."""
+    """Measure small pages with the kernel and the copy engines, to find where the kernel loses."""
     for kib in (1, 4, 8, 16, 28, 48):
         size, layers = kib << 10, 32
         kv = torch.ones(layers, 2 * SMALL_COUNT, size, dtype=torch.uint8, device="cuda")
@@ -321,7 +324,7 @@ def kernel() -> Iterable[Row]:
 
 
 def latency() -> Iterable[Row]:
-    """How long one block's load takes whose stream of compute is free, behind a save that waits."""
+    """Measure one block's load, alone and beside a long kernel with a save behind it."""
     kv: Any = torch.ones(BLOCKS, 1 << 20, dtype=torch.uint8, device="cuda")
     with _copier([{"kv": kv}], slots=2 * BLOCKS) as (copier, arena, _):
         ctypes.memset(arena.address, 1, arena.size_bytes)
@@ -331,7 +334,7 @@ def latency() -> Iterable[Row]:
             load = CopyJob(JobId(2 * number), "onboard", (0,), (Slot(BLOCKS),))
             torch.cuda.synchronize()
             begun_s = perf_counter()
-            copier.submit(load)  # as before a step's forward pass
+            copier.submit(load)  # as an engine does before a step's forward pass
             if behind:
                 CUDA._sleep(LONG_CYCLES)
                 slots = tuple(map(Slot, range(1, BLOCKS)))

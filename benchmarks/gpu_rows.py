@@ -1,6 +1,6 @@
 """Rows of ``make gpu`` with a model: the time to a first token, and generating beside saves.
 
-Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` has them run on a CPU, tiny.
+``python -m benchmarks.gpu --dry`` runs them on a CPU, at a tiny size.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
 
 LONG_TOKENS = 30_000
-"""Prompts from here on are computed once: that takes seconds."""
+"""Prompts of at least this length are computed only once, because that takes seconds."""
 ROUNDS = 3
 PINNED_BYTES = 1 << 30
 CONTEXT_BLOCKS = 128
-"""Of each sequence that generates."""
+"""Blocks of each sequence that generates."""
 DRY_BLOCKS = 4
 FLUSH_S = 120.0
 LAYOUTS = {"BLHNC": True, "LBHNC": False}
 
 
 def first_token(*, dry: bool = False) -> Iterable[Row]:
-    """From host memory, whole and by layer, in both layouts; and from files."""
+    """Measure loads from host memory, whole and by layer, in both layouts; and from files."""
     shape, device = _where(dry)
     with torch.inference_mode():
         for layout, together in LAYOUTS.items():
@@ -53,7 +53,7 @@ def first_token(*, dry: bool = False) -> Iterable[Row]:
 
 
 def decoding(*, dry: bool = False) -> Iterable[Row]:
-    """Generate with as many saves as that fills blocks, and without, in turns."""
+    """Measure generation with saves at the rate at which blocks fill, and without, in turns."""
     shape, device = _where(dry)
     context = DRY_BLOCKS if dry else CONTEXT_BLOCKS
     blocks = shape.batch * context
@@ -65,7 +65,7 @@ def decoding(*, dry: bool = False) -> Iterable[Row]:
             for number in range(2 * (ROUNDS + 1)):
                 saves = bool(number % 2)
                 seconds = _generate(model, copier if saves else None, ids)
-                if number > 1:  # the first of each is to warm up
+                if number > 1:  # the first of each warms up
                     taken[saves].append(seconds)
     off, on = (shape.batch * shape.steps / median(taken[saves]) for saves in (False, True))
     note = f"{shape.batch} sequences of {context * BLOCK} tokens; limit: without saves"
@@ -83,7 +83,7 @@ def _where(dry: bool) -> tuple[Shape, torch.device]:
 
 @contextmanager
 def _copying(model: Decoder) -> Generator[Copier]:
-    """A copier between the model's KV cache and as many slots."""
+    """Yield a copier between the model's KV cache and an arena of the same size."""
     arena = Arena.create(model.blocks, model.shape.block_bytes)
     copier = copier_for(BlockPages.of(model.tensors, blocks=model.blocks), arena)
     try:
@@ -96,7 +96,7 @@ def _copying(model: Decoder) -> Generator[Copier]:
 
 
 def _timed(device: torch.device, call: Callable[[], Any]) -> float:
-    """Seconds until the device has done what a call tells it."""
+    """Return the seconds until the device has done a call's work."""
     cuda: Any = torch.cuda  # its annotations are incomplete
     sync: Callable[[], None] = cuda.synchronize if device.type == "cuda" else lambda: None
     sync()
@@ -161,7 +161,7 @@ def _from_host(model: Decoder, copier: Copier, tokens: int, layout: str) -> Iter
 
 
 def _from_files(model: Decoder, tokens: int) -> Row:
-    """The same from files, by a cache that has found them at its start."""
+    """Return the row for the same from files, by a cache that recovers them at its start."""
     table = random.Random(tokens).sample(range(model.blocks), tokens // BLOCK)
     layout = kvladder.Layout(
         block_tokens=BLOCK, block_bytes=model.shape.block_bytes, fields={"model": "benchmark"}
@@ -218,7 +218,7 @@ def _flush(cache: Any) -> None:
 
 
 def _bus_s(device: torch.device, size: int) -> float:
-    """Seconds for one copy of so many pinned bytes to the device, from those of a part of them."""
+    """Return the seconds for one copy of pinned bytes to the device; measured on a part of them."""
     part, pin = min(size, PINNED_BYTES), device.type == "cuda"
     source = torch.ones(part, dtype=torch.uint8, pin_memory=pin)
     target = torch.ones(part, dtype=torch.uint8, device=device)
@@ -227,13 +227,13 @@ def _bus_s(device: torch.device, size: int) -> float:
 
 
 def _require_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """What comes after loaded blocks is what comes after computed ones, but for rounding."""
+    """Assert that the result after loaded blocks equals that after computed ones, but rounding."""
     apart = float(((found - wanted).square().sum() / wanted.square().sum()).sqrt())
     assert apart < 0.05, f"a forward pass read other blocks: {apart:.2f} apart"
 
 
 def _generate(model: Decoder, copier: Copier | None, ids: torch.Tensor) -> float:
-    """Seconds of the steps of one round, each of which may begin to save some blocks."""
+    """Return the seconds of one round's steps; each step may submit a save of some blocks."""
     shape = model.shape
     per_step = max(1, shape.batch // BLOCK)
     filled = cycle(range(model.blocks))

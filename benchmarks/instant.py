@@ -1,4 +1,4 @@
-"""A tier that costs nothing: what is measured, or counted, over it is the stack's own work."""
+"""A tier that costs nothing, so that a measurement over it shows only the stack's own work."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvladder.tiers.label import Facts, Read, RecoveredBlock, Ref, Write
 
 
 def keys_of(name: str, count: int) -> list[BlockKey]:
-    """So many keys; equal names have equal ones."""
+    """Return ``count`` keys; equal names give equal keys."""
     return [BlockKey(hashlib.sha256(f"{name} {n}".encode()).digest()) for n in range(count)]
 
 
 class InstantTier(Tier):
-    """Answers at once that it has, and has stored, whatever it is asked for; moves nothing.
+    """Answers at once that it holds, or has stored, every block it is asked for; moves no bytes.
 
     Parameters
     ----------
     held:
-        The keys of the blocks that it has from its start, in this order.
+        Keys of the blocks that it recovers at its start, in this order.
     salt:
-        The digest of the salt of all of them.
+        Digest of the salt of all these blocks.
     """
 
     durable = True
@@ -34,7 +34,7 @@ class InstantTier(Tier):
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         whole = None
-        for read in reads:  # nothing came, and nothing is to be checked
+        for read in reads:  # no bytes came, so that there is nothing to check
             whole = whole or read._labels.whole  # pyright: ignore[reportPrivateUsage]
             read._coding = whole  # pyright: ignore[reportPrivateUsage]
         return [True] * len(reads)

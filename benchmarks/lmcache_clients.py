@@ -1,8 +1,8 @@
-"""LMCache's two Redis clients without LMCache's engine: the one in Python and the one in C++.
+"""LMCache's two Redis clients without LMCache's engine: one in Python and one in C++.
 
-They are put into a folder of their own (``pip install --no-deps --target``) when they are asked
-for, since what LMCache depends on does not fit beside vLLM for CPUs. Their memory manager is stood
-in for by memory objects that are there already, which spares them an allocation for each block.
+``install`` puts them into a separate folder (``pip install --no-deps --target``), because LMCache's
+dependencies conflict with vLLM for CPUs. Memory objects made in advance replace their memory
+manager, which saves them an allocation for each block.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TOKENS = 16
 
 
 class Absent(Exception):
-    """LMCache cannot be used here; says why."""
+    """Raised if LMCache cannot be used here; the message says why."""
 
 
 class Client(ABC):
-    """One of the clients, with values of one size that lie in ``views``."""
+    """One of the clients, with values of one size in ``views``."""
 
     name: str
 
@@ -63,36 +63,36 @@ class Client(ABC):
 
     @abstractmethod
     def stored_as(self, number: int) -> list[bytes]:
-        """The keys on the server of one value."""
+        """Return the keys of one value on the server."""
 
     @abstractmethod
     async def get(self, count: int) -> None:
-        """Fetch the first values again."""
+        """Fetch the first ``count`` values."""
 
     def key(self, number: int) -> Any:
-        """LMCache's key of a value."""
+        """Return LMCache's key of a value."""
         if number not in self._keys:
             make = _module("utils").CacheEngineKey
             self._keys[number] = make("bench", 1, 0, (number + 1) * 0x9E3779B97F4A7C15, torch.uint8)
         return self._keys[number]
 
     async def set(self, count: int) -> None:
-        """Store the first values."""
+        """Store the first ``count`` values."""
         await self.connector.batched_put([self.key(n) for n in range(count)], self.values[:count])
 
     async def exist(self, count: int) -> int:
-        """How many leading keys are there."""
+        """Return how many of the first ``count`` keys exist, up to the first absent one."""
         keys = [self.key(number) for number in range(count)]
         found: int = await self.connector.batched_async_contains("bench", keys)
         return found
 
     @abstractmethod
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
 
 
 class PythonClient(Client):
-    """``RedisConnector``: redis-py, two keys for each value, a connection for each under way."""
+    """``RedisConnector``: redis-py, two keys for each value, a connection per call in flight."""
 
     name = "Python"
 
@@ -138,12 +138,12 @@ CLIENTS = (PythonClient, NativeClient)
 
 
 def install() -> None:
-    """Have LMCache in its folder, and make it importable.
+    """Install LMCache into its folder if it is not there, and make it importable.
 
     Raises
     ------
     Absent
-        It cannot be had, or not be imported.
+        LMCache cannot be installed or imported.
     """
     if not (PLACE / "lmcache").is_dir():
         command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -154,7 +154,7 @@ def install() -> None:
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     if str(PLACE) not in sys.path:
-        sys.path.append(str(PLACE))  # what is installed anyway comes first
+        sys.path.append(str(PLACE))  # packages of the environment come first
     try:
         _module("v1.storage_backend.connector.redis_connector")
     except ImportError as error:
@@ -166,7 +166,7 @@ def _module(name: str) -> Any:
 
 
 def _metadata(size: int) -> Any:
-    """A model whose chunks of 16 tokens take ``size`` bytes."""
+    """Return the metadata of a model with ``size`` bytes per 16 tokens."""
     shape = (1, 2, TOKENS, 1, size // (2 * TOKENS))
     make = _module("v1.metadata").LMCacheMetadata
     return make("bench", 1, 1, 0, 0, torch.uint8, shape, chunk_size=TOKENS)

@@ -1,4 +1,4 @@
-"""The other process of bench_nixl: one end of a bare data plane, and of a bare socket."""
+"""The other process of bench_nixl: one end of a bare data plane and of a bare socket."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from kvladder.tiers.nixl.pump import doze
 
 
 def moved(plane: NixlPlane, is_over: Callable[[], bool]) -> None:
-    """Have bytes come and go until it is over."""
+    """Drive transfers until ``is_over`` returns True."""
     while not is_over():
         if not plane.progress():
             doze()
 
 
 def written(plane: NixlPlane, count: int, size: int) -> None:
-    """Write so many blocks to the other end."""
+    """Write ``count`` blocks to the other end, and wait until they are written."""
     posted = plane.write(range(count), range(count), [size] * count)
     moved(plane, lambda: plane.ended(posted))
 
 
 def summed(views: Iterable[memoryview]) -> None:
-    """Read blocks as who makes their checksums has to."""
+    """Read blocks once, as a checksum does."""
     for view in views:
         xxh3_128_digest(view)
 
 
 def told(end: socket.socket, value: object) -> None:
-    """Send something small."""
+    """Send a small value."""
     data = pickle.dumps(value)
     end.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def heard(end: socket.socket) -> Any:
-    """Receive it."""
+    """Receive a small value."""
     size = int.from_bytes(end.recv(4, socket.MSG_WAITALL), "little")
     return pickle.loads(end.recv(size, socket.MSG_WAITALL))
 
 
 def received(end: socket.socket, view: memoryview) -> None:
-    """Fill a view."""
+    """Fill a view from the socket."""
     while view:
         view = view[end.recv_into(view) :]
 
 
 def main() -> None:
-    """Do what is asked: b"g", b"p" by the socket, b"G", b"P" by NIXL, b"C" checks, b"E" waits."""
+    """Serve commands: b"g", b"p" by socket, b"G", b"P" by NIXL, b"C" checks, b"E" only answers."""
     count, size = map(int, sys.argv[1:])
     arena = Arena.create(count, size)
     memory = memoryview(bytearray(count * size))

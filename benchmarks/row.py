@@ -1,4 +1,4 @@
-"""One measured figure beside what bounds it."""
+"""One measured figure beside its limit and its peer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Row:
     Parameters
     ----------
     name:
-        What was measured.
+        The measured thing.
     unit:
-        Of the three figures, e.g. ``GB/s``.
+        Unit of the three figures, e.g. ``GB/s``.
     limit:
-        What the machine allows, measured in the same run; None where nothing bounds it.
+        The best that the machine allows, measured in the same run; None if there is no limit.
     peer:
-        What another system reaches, in the same run or as the note says.
+        The result of another system, from the same run or as the note says.
     ours:
-        What kvladder reaches.
+        The result of kvladder.
     ratio:
-        None takes ours to the limit, or to the peer where there is no limit.
+        None computes ours over the limit, or over the peer if there is no limit.
     goal:
-        What the ratio or the figure should be, e.g. ``ratio >= 0.95``.
+        The target for the ratio or the figure, e.g. ``ratio >= 0.95``.
     note:
-        Whatever a reader needs to judge the line.
+        Further facts that a reader needs to judge the line.
     """
 
     name: str
@@ -54,7 +54,7 @@ HEADINGS = ("name", "unit", "limit", "peer", "ours", "ratio", "goal", "note")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text, in the order of ``HEADINGS``."""
+    """Return a row's cells as text, in the order of ``HEADINGS``."""
     figures = (row.limit, row.peer, row.ours)
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     return (row.name, row.unit, *map(_figure, figures), ratio, row.goal, row.note)
@@ -65,7 +65,7 @@ def _figure(value: float | None) -> str:
 
 
 def plain(rows: list[Row]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     lines: list[tuple[str, ...]] = [HEADINGS, *map(cells, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
     return "\n".join(
@@ -78,7 +78,7 @@ def plain(rows: list[Row]) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table for a page."""
+    """Return a table in Markdown."""
     lines: list[tuple[str, ...]] = [
         HEADINGS,
         ("---", "---", "---:", "---:", "---:", "---:", "---", "---"),
@@ -88,7 +88,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def measured_by(module: str, environment: Mapping[str, str] | None = None) -> list[Row]:
-    """What ``python -m module`` measures, which hands its rows to ``tell``."""
+    """Run ``python -m module`` and return its rows; the module hands them to ``tell``."""
     command = [sys.executable, "-m", module]
     child = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
     measured: list[Row] = pickle.loads(child.stdout)
@@ -96,7 +96,7 @@ def measured_by(module: str, environment: Mapping[str, str] | None = None) -> li
 
 
 def tell(rows: Iterable[Row]) -> NoReturn:
-    """Hand them to the process that began this one, and end without the interpreter's last acts."""
+    """Hand the rows to the parent process, and exit without the interpreter's cleanup."""
     sys.stdout.buffer.write(pickle.dumps([*rows]))
     sys.stdout.flush()
     os._exit(0)

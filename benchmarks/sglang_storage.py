@@ -1,9 +1,9 @@
-"""SGLang's file back end and ours below one of its host pools, in turns; a process of its own.
+"""SGLang's file back end and ours below one of its host pools, in turns, in a separate process.
 
-Both are called as its cache controller calls them: theirs by flat copies, ours by pages in place.
-Both may hold all of it in memory: theirs in the page cache, ours in the arena. From disk theirs
-reads when the page cache was dropped, and ours, which reads around it, through a small arena; the
-limit are plain calls of several threads on a segment of ours.
+Both are called as SGLang's cache controller calls them: theirs with flat copies, ours with pages in
+place. In the memory rows, theirs holds all pages in the page cache and ours in the arena. In the
+disk rows, theirs reads after the page cache was dropped, and ours reads around the page cache
+through a small arena. The limit is plain calls of several threads on one of our segments.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kvladder.layout import align
 from tests.patience import until
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 64, 12, 4, 64, 47
-"""Of 1.5 MiB each: what a prompt of 3,000 tokens takes."""
+"""The last is the pages of a prompt of 3,000 tokens; each has 1.5 MiB."""
 SMALL, LARGE = 24, 12 * PAGES
 TURNS = 9
 ASKED = 8192
 
 
 def pool(*, pages: int = PAGES, layers: int = LAYERS, heads: int = HEADS, dim: int = DIM) -> Any:
-    """A host pool that is not pinned, filled."""
+    """Return a filled host pool that is not pinned."""
     made = mha.MHATokenToKVPoolHost.__new__(mha.MHATokenToKVPoolHost)
     vars(made).update(
         dtype=torch.float32, layout="page_first_direct", page_size=PAGE, start_layer=0,
@@ -53,7 +53,7 @@ def pool(*, pages: int = PAGES, layers: int = LAYERS, heads: int = HEADS, dim: i
 
 
 def config(extra: dict[str, Any]) -> Any:
-    """What SGLang tells a storage."""
+    """Return the settings that SGLang gives to a storage."""
     return HiCacheStorageConfig(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
         is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=False,
@@ -62,12 +62,12 @@ def config(extra: dict[str, Any]) -> Any:
 
 
 def names(prompt: int, count: int) -> list[str]:
-    """Digests of pages."""
+    """Return the digests of a prompt's pages."""
     return [f"{prompt:032x}{index:032x}" for index in range(count)]
 
 
 class Theirs:
-    """SGLang's own files."""
+    """SGLang's own file storage."""
 
     def __init__(self, folder: Path, held: Any) -> None:
         folder.mkdir()
@@ -85,7 +85,7 @@ class Theirs:
 
 
 class Ours:
-    """A stack with as many slots as it is given."""
+    """Our storage over a stack with ``slots`` slots."""
 
     def __init__(self, folder: Path, held: Any, slots: int) -> None:
         stack = {
@@ -116,7 +116,7 @@ class Ours:
 
 
 def drop(folder: Path) -> None:
-    """Have the files of a folder nowhere but on the disk."""
+    """Drop a folder's files from the page cache, after they are on the disk."""
     os.sync()
     for path in folder.rglob("*.bin"):
         held = os.open(path, os.O_RDONLY)
@@ -125,7 +125,7 @@ def drop(folder: Path) -> None:
 
 
 class Measured:
-    """Speeds of moving all pages, by what was done and by whom."""
+    """Speeds of moving all pages, by the name of each measurement."""
 
     def __init__(self, held: Any) -> None:
         self._pool = held
@@ -141,9 +141,9 @@ class Measured:
         assert torch.equal(self._pool.kv_buffer, self._kept), name
 
     def raw(self, segment: Path) -> None:
-        """As many bytes from the device, on a file that is longer, to memory and no further."""
+        """Read the same number of bytes from a longer file into memory, without a further copy."""
         memory = mmap.mmap(-1, self._kept.nbytes)
-        memory.write(bytes(len(memory)))  # the pages are there
+        memory.write(bytes(len(memory)))  # so that its pages are mapped
         raw, threads = Raw(segment, memoryview(memory), direct=True), Threads(8)
         self._took("raw", raw.seconds("read", threads, 2 * MIB, 0))
         threads.close()
@@ -162,7 +162,7 @@ class Measured:
 
 
 def moved(folder: Path, held: Any) -> Iterator[Row]:
-    """What storing and reading a prompt's pages takes."""
+    """Measure storing and reading a prompt's pages."""
     theirs = Theirs(folder / "theirs", held)
     small, large = (Ours(folder / str(slots), held, slots) for slots in (SMALL, LARGE))
     measured = Measured(held)
@@ -215,7 +215,7 @@ def moved(folder: Path, held: Any) -> Iterator[Row]:
 
 
 def asked(folder: Path) -> Iterator[Row]:
-    """What it takes to ask how much of a long prompt there is."""
+    """Measure asking how much of a long prompt is stored."""
     held = pool(pages=ASKED, layers=1, heads=1, dim=8)
     theirs, ours = Theirs(folder / "asked", held), Ours(folder / "few", held, ASKED)
     known = names(TURNS, ASKED)

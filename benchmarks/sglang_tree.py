@@ -1,8 +1,8 @@
-"""SGLang's radix cache without SGLang: the tree is theirs, what it imports and does not use is not.
+"""SGLang's radix cache with stand-ins for the modules that it imports but does not use.
 
-Importing it the usual way loads model configurations that need torchvision for this torch. The
-tree itself needs none of it: its pools are only annotations and its metrics are off, so these
-modules are stood in for.
+The usual import loads model configurations, which need a torchvision that fits this torch. The tree
+does not need them: its pools are only annotations and its metrics are off, so stand-ins replace
+these modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 VERSION = "0.5.23"
 PLACE = Path(os.environ.get("KVLADDER_SGLANG", Path(sys.prefix) / "sglang"))
-"""Where ``pip install --no-deps --target PLACE sglang orjson`` put it."""
+"""Folder of ``pip install --no-deps --target PLACE sglang orjson``."""
 
 _STAND_INS: dict[str, dict[str, Any]] = {
     "sglang": {"__path__": [str(PLACE / "sglang")]},
@@ -34,11 +34,11 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 
 
 class Absent(Exception):
-    """SGLang is not here; says why."""
+    """Raised if SGLang cannot be used here; the message says why."""
 
 
 class _Freed:
-    """Counts what the tree gives back, in place of SGLang's allocator."""
+    """Counts the tokens that the tree frees, in place of SGLang's allocator."""
 
     device = "cpu"
 
@@ -50,7 +50,7 @@ class _Freed:
 
 
 class SglangTree:
-    """Their Python radix cache with pages of ``page`` tokens."""
+    """SGLang's Python radix cache with pages of ``page`` tokens."""
 
     def __init__(self, page: int) -> None:
         self._cache: Any
@@ -61,7 +61,7 @@ class SglangTree:
         )
 
     def key(self, tokens: Sequence[int]) -> Any:
-        """Tokens in their form."""
+        """Return tokens as a key of the tree."""
         return self._radix.RadixKey(token_ids=array("q", tokens))
 
     def insert(self, key: Any, value: Any) -> None:
@@ -69,13 +69,13 @@ class SglangTree:
         self._cache.insert(self._base.InsertParams(key=key, value=value))
 
     def match(self, key: Any) -> int:
-        """Tokens of the longest cached prefix."""
+        """Return the number of tokens of the longest cached prefix."""
         found = self._cache.match_prefix(self._base.MatchPrefixParams(key=key))
         tokens: int = found.device_prefix_len
         return tokens
 
     def evict(self, tokens: int) -> None:
-        """Give up this many tokens or more."""
+        """Evict at least this many tokens."""
         self._cache.evict(self._base.EvictParams(num_tokens=tokens))
 
 

@@ -1,7 +1,8 @@
-"""A vLLM engine that does what it is told by lines of JSON: ``python vllm_child.py SPEC``.
+"""A vLLM engine that takes commands as lines of JSON: ``python vllm_child.py SPEC``.
 
 SPEC is JSON with ``model``, ``transfer`` (vLLM's settings of a connector, or null) and ``engine``.
-Each line on standard input names a function below and its arguments; its result is one line.
+Each line on standard input names a method of ``Child`` and its arguments. The result is one line on
+standard output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvladder.tiers.memory import MemoryTier
 
 
 class Hanging(MemoryTier):
-    """Never ends a call."""
+    """A tier that never ends a get or a put."""
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         return await self._hang()
@@ -34,7 +35,7 @@ class Hanging(MemoryTier):
 
 
 class Slow(MemoryTier):
-    """Gives what it has, a second a block."""
+    """A tier that takes one second per block to read."""
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         await asyncio.sleep(len(reads))
@@ -42,7 +43,7 @@ class Slow(MemoryTier):
 
 
 class Child:
-    """The engine, and what it can be told to do."""
+    """The engine and its commands."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from vllm import LLM
@@ -69,7 +70,7 @@ class Child:
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve all prompts at once.
 
-        Returns the seconds that it took, those of each step, and those until each first token.
+        Return the seconds of the whole run, of each step, and until each first token.
         """
         from vllm import SamplingParams
 
@@ -92,7 +93,7 @@ class Child:
         return {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
 
     def hits(self) -> int:
-        """Tokens that came from the connector, as vLLM counts them."""
+        """Return the number of tokens from the connector, as vLLM counts them."""
         name = "vllm:external_prefix_cache_hits"
         return int(sum(m.value for m in self._llm.get_metrics() if m.name == name))
 
@@ -101,17 +102,17 @@ class Child:
         return bool(self._llm.reset_prefix_cache())
 
     def settle(self, seconds: float) -> None:
-        """Let what is being written be written."""
+        """Wait, so that pending writes can end."""
         time.sleep(seconds)
 
     def shutdown(self) -> None:
-        """End the engine in an orderly way."""
+        """Shut the engine down in order."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints is not an answer
+    os.dup2(2, 1)  # so that vLLM's own output is not mistaken for an answer
     child = Child(json.loads(sys.argv[1]))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""vLLM's own offloading on a CPU: its device copies need CUDA streams, so a thread copies instead.
+"""vLLM's own offloading on a CPU; a thread copies, because vLLM's copies need CUDA streams.
 
-Everything else is vLLM's: scheduler, managers, policies, tiers. Named by ``spec_name`` (one of
-``CPUSpec``, ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
+Everything else is vLLM's: scheduler, managers, policies, tiers. To use it, set ``spec_name``
+(``CPUSpec`` or ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyHandler(SingleDirectionOffloadingHandler):  # type: ignore[misc]
-    """vLLM's own descriptors of what to copy, done by memmove in one thread."""
+    """Does the copies that vLLM's own descriptors name, with memmove in one thread."""
 
     def __init__(
         self, gpu: list[Any], cpu: list[Any], blocks_per_row: int, refs: Any, *, down: bool
