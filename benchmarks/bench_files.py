@@ -81,7 +81,7 @@ def context(arena: Arena, layout: Layout, capacity: int) -> TierContext:
 
 
 class Threads:
-    """The bare minimum: threads that take calls off a queue."""
+    """A minimal pool: threads that take calls from a queue."""
 
     def __init__(self, count: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

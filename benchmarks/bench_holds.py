@@ -119,7 +119,7 @@ class TimedLock(StackLock):
         super().__exit__(None, None, None)
 
     def collecting(self, phase: str, _about: object) -> None:
-        """Leave the time of a garbage collection in any thread out; for ``gc.callbacks``."""
+        """Leave garbage collections in the holding thread out of its time; for ``gc.callbacks``."""
         if self.held() and phase == "start":
             self._collecting_ns = time.thread_time_ns()
         elif self.held():
@@ -161,7 +161,7 @@ class Million(InstantTier):
 
 
 def rows() -> Iterable[Row]:
-    """Yield each row from the pass with its shortest longest hold."""
+    """Yield each row from its best pass, the one with the smallest maximum."""
     register("tiers", "million", Million)
     for same in zip(*[[*measured()] for _ in range(PASSES)], strict=True):
         yield min(same, key=lambda row: row.ours or 0.0)

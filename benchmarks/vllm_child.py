@@ -106,7 +106,7 @@ class Child:
         time.sleep(seconds)
 
     def shutdown(self) -> None:
-        """Shut the engine down in order."""
+        """Shut the engine down cleanly."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

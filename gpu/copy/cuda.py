@@ -28,7 +28,7 @@ from kvladder.gpu.copy.streams import StreamCopier
 logger = logging.getLogger("kvladder")
 
 IN_STREAM_ORDER, ANY_TIME = 1, 3
-"""When a batch's sources are read: CUmemcpySrcAccessOrder."""
+"""Values of CUmemcpySrcAccessOrder: the time when a batch's sources are read."""
 REGISTER_FLAGS = 1 | 2
 """Portable, and mapped: every context and every kernel may use the memory."""
 BATCH_SINCE = 12080
@@ -51,9 +51,9 @@ _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_uint,
     *[ctypes.c_void_p] * 3,  # targets, sources, sizes
     ctypes.c_size_t,  # how many
-    *[ctypes.c_void_p] * 2,  # attributes, and from which copy on each holds
+    *[ctypes.c_void_p] * 2,  # attributes, and the first copy that each applies to
     ctypes.c_size_t,  # how many
-    *[ctypes.c_void_p] * 2,  # where to say which copy failed, the stream
+    *[ctypes.c_void_p] * 2,  # output: the copy that failed; the stream
 )
 
 

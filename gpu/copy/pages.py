@@ -126,7 +126,7 @@ class RankShare(NamedTuple):
 
 
 Parts = BlockPages | Mapping[int, RankShare]
-"""Shares by group; or the pages of the only group, 0, with their bytes at a slot's begin."""
+"""Shares by group; or the pages of the only group, 0, with their bytes at a slot's start."""
 
 
 def by_group(parts: Parts) -> dict[int, RankShare]:
