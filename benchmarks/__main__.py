@@ -1,4 +1,4 @@
-"""Run the benchmarks: ``python -m benchmarks [--only NAME] [--out FILE]``."""
+"""Run all benchmarks, or those that --only names, and print a table of the results."""
 
 from __future__ import annotations
 

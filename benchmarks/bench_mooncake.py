@@ -68,7 +68,7 @@ class Bare:
         assert not any(codes)
 
     def get(self) -> None:
-        """Read all blocks."""
+        """Fetch all blocks."""
         codes = self._store.batch_get_into_multi_buffers(self._names, self._at, self._sizes)
         assert min(codes) > 0
 

@@ -65,7 +65,7 @@ class Ours:
         self.allocate: Callable[[int], Any] = self._pool.allocate
         self.free: Callable[[Any], None] = self._pool.release
         self.lookup: Callable[[Sequence[BlockKey]], Any] = self._pool.match
-        self.hold: Callable[[Sequence[BlockKey]], Any] = self._pool.acquire  # looks up again
+        self.hold: Callable[[Sequence[BlockKey]], Any] = self._pool.acquire  # it includes a lookup
 
     def commit(self, blocks: Any, keys: Sequence[BlockKey], tokens: bytes) -> Any:
         return self._pool.commit(blocks, Content(keys, ROOT, ROOT.key, tokens))

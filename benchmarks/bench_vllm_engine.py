@@ -146,7 +146,7 @@ def without_hits(model: Path, folder: Path, *, length: int) -> Row:
     for turn in range(ROUNDS + 1):
         for name, engine in engines.items():
             found = engine.run(prompts_of(turn, 8, length), 48)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 seconds[name].append(found["seconds"])
                 steps[name] += found["steps"][8:]
     for engine in engines.values():
@@ -201,7 +201,7 @@ def hanging(model: Path, folder: Path) -> Iterable[Row]:
 def behind_a_slow_link(model: Path, folder: Path) -> Row:
     """Measure prompts, one at a time, from a tier so slow that computing is faster."""
     tiers = [{"type": "host"}, {"type": "slow", "capacity": "64 MiB", "when": "commit"}]
-    stack = {"arena": {"size": "4 MiB"}, "tiers": tiers}  # a prompt: the others are not in it
+    stack = {"arena": {"size": "4 MiB"}, "tiers": tiers}  # for one prompt only
     engines = together(model, folder, none=None, ours=kvladder_with(stack))
     prompts = prompts_of(7, 3, 900)
     first: dict[str, list[float]] = {"none": [], "ours": []}
@@ -237,7 +237,7 @@ def shared_prefix(model: Path, folder: Path) -> Iterable[Row]:
     for turn in range(3):
         engines = together(model, folder, none=None, **transfers)
         for engine in engines.values():
-            engine.run(prompts_of(50 + turn, 2, 64), 4)  # warms up, and is not in the files
+            engine.run(prompts_of(50 + turn, 2, 64), 4)  # warms up; not in the files
         for name, engine in engines.items():
             found = engine.run(prompts_of(turn, REQUESTS, 16, prefix), 1)["first"]
             first[name] += found

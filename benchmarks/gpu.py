@@ -1,4 +1,4 @@
-"""Tests and rows for a machine with CUDA: ``make gpu``, or ``python -m benchmarks.gpu``.
+"""Run tests and benchmarks on a machine with CUDA; ``make gpu`` runs this too.
 
 Needs only torch and NumPy. If a part needs more and it is missing, the part says so.
 Results go to ``benchmarks/results/DATE-gpu-NAME.md`` and ``.json``. Exits with 1 if a part failed.

@@ -331,7 +331,7 @@ def latency() -> Iterable[Row]:
             load = CopyJob(JobId(2 * number), "onboard", (0,), (Slot(BLOCKS),))
             torch.cuda.synchronize()
             begun_s = perf_counter()
-            copier.submit(load)  # as before a step's forward pass
+            copier.submit(load)  # as an engine does before a step's forward pass
             if behind:
                 CUDA._sleep(LONG_CYCLES)
                 slots = tuple(map(Slot, range(1, BLOCKS)))

@@ -67,7 +67,7 @@ class Client(ABC):
 
     @abstractmethod
     async def get(self, count: int) -> None:
-        """Fetch the first values again."""
+        """Fetch the first ``count`` values."""
 
     def key(self, number: int) -> Any:
         """Return LMCache's key of a value."""
@@ -77,7 +77,7 @@ class Client(ABC):
         return self._keys[number]
 
     async def set(self, count: int) -> None:
-        """Store the first values."""
+        """Store the first ``count`` values."""
         await self.connector.batched_put([self.key(n) for n in range(count)], self.values[:count])
 
     async def exist(self, count: int) -> int:

@@ -1,4 +1,4 @@
-"""The other process of bench_nixl: one end of a bare data plane, and of a bare socket."""
+"""The other process of bench_nixl: one end of a bare data plane and of a bare socket."""
 
 from __future__ import annotations
 

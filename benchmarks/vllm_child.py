@@ -105,7 +105,7 @@ class Child:
         time.sleep(seconds)
 
     def shutdown(self) -> None:
-        """End the engine in an orderly way."""
+        """Shut the engine down cleanly."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

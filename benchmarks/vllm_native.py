@@ -1,7 +1,7 @@
 """vLLM's own offloading on a CPU, where a thread copies because its own copies need CUDA streams.
 
-Everything else is vLLM's: scheduler, managers, policies, tiers. Named by ``spec_name`` (one of
-``CPUSpec``, ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
+Everything else is vLLM's: scheduler, managers, policies, tiers. To use it, set ``spec_name``
+(``CPUSpec`` or ``TieringCPUSpec``) and ``spec_module_path`` in ``kv_connector_extra_config``.
 """
 
 from __future__ import annotations

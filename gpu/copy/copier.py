@@ -105,7 +105,7 @@ class Task:
 
 
 class ThreadedCopier(Copier):
-    """A copier with a thread that works through jobs in small steps, onboarding first.
+    """A copier with a thread that runs jobs in small steps, onboarding first.
 
     A step is the subclass's work between two yields; it yields the names of layers that are
     complete. So an onboarding job, which an engine waits for, is delayed by at most one step of an

@@ -59,7 +59,7 @@ class BlockPages:
         self.element = element
         """Element type, and how many adjacent elements one token and head has; "", 0 if mixed."""
         self.blocks = blocks
-        """Blocks that the tensors hold; ids are ``0 <= id < blocks``."""
+        """Number of blocks that the tensors hold; ids are ``0 <= id < blocks``."""
         self.block_bytes = sum(page.size_bytes for page in pages)
         """Bytes of one block on this rank: all pages together."""
         self.device = pages[0].view.device
@@ -214,9 +214,9 @@ def copy_tokens(memory: torch.Tensor, *, source: int, target: int, tokens: int, 
     Parameters
     ----------
     memory:
-        Changed in place; the first dimension counts slots.
+        The memory, changed in place; the first dimension counts slots.
     tokens:
-        0 to the tokens of a block.
+        Number of tokens, 0 to the tokens of a block.
     axis:
         The dimension that counts tokens, 1 or more.
 

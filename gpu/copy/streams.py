@@ -40,7 +40,7 @@ class _Launched:
     begun: Event
     done: Event
     held: list[torch.Tensor]
-    """Host memory that the device still reads."""
+    """Memory that the device still uses."""
     error: str
     """Reason why only a part was handed over; the device still does that part."""
     came: dict[str, Event] = field(default_factory=dict[str, Event])
@@ -48,7 +48,7 @@ class _Launched:
 
 
 class StreamCopier(Copier):
-    """Hands a job over when it is submitted; the device copies while the engine computes.
+    """Submits a job to the device at once; the device copies while the engine computes.
 
     Both directions begin after the work queued on the engine's stream: a save reads bytes that this
     work writes, and a load writes bytes that it may still read. The engine's stream waits for a
@@ -129,7 +129,7 @@ class StreamCopier(Copier):
         """Mark the end of a job in its stream, even if only a part of it was handed over."""
         try:
             launched.done = self.device.mark(self._streams[launched.job.direction])
-        except RuntimeError as error:  # a device that takes no marks does nothing more
+        except RuntimeError as error:  # a device that refuses a mark does no more work
             self._report(launched, launched.error or repr(error))
         else:
             self._launched.append(launched)

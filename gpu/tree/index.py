@@ -242,7 +242,7 @@ class PrefixIndex:
         return made
 
     def _follow(self, keys: Sequence[BlockKey], nodes: Sequence[NodeId]) -> None:
-        """List each node, which has no parent, under the key before it."""
+        """List each node under the key before it; the nodes have no parents."""
         assert self._children is not None
         self._before.update(zip(nodes, keys, strict=True))
         if self._children.keys().isdisjoint(keys):
