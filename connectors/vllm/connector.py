@@ -64,6 +64,12 @@ _HIT_SOURCES = {"host": "HOST", "memory": "HOST", "files": "DISK"}
 """vLLM's names for the media of hits, by type of tier."""
 
 
+def _say(connector: KVLadderConnector, hook: str, error: Exception) -> None:
+    """Log that a hook failed; called while ``error`` is handled."""
+    connector.notices.say(hook, f"{hook} failed: {error!r}")
+    logger.debug("%s failed", hook, exc_info=True)
+
+
 def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
     """Return a decorator for hooks that logs their errors, and returns ``answer()`` instead."""
 
@@ -73,8 +79,7 @@ def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
-                self.notices.say(hook.__name__, f"{hook.__name__} failed: {error!r}")
-                logger.debug("%s failed", hook.__name__, exc_info=True)
+                _say(self, hook.__name__, error)
                 return answer()
 
         return run  # type: ignore[return-value]
@@ -295,7 +300,11 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._decides.build(scheduler_output)
+        try:
+            return self._decides.build(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - vLLM computes this step in any case
+            _say(self, "build_connector_meta", error)
+            return self._decides.failed()
 
     @_nothing
     def update_connector_output(self, connector_output: Any) -> None:

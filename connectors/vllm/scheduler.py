@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvladder.connectors.vllm.groups import groups_of
 from kvladder.connectors.vllm.holds import Holds
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import MODEL, Weights
+from kvladder.connectors.vllm.lost import LostLoads
 from kvladder.connectors.vllm.options import Policies, VllmOptions
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
@@ -75,12 +76,11 @@ class SchedulerHalf:
         self._loads: dict[JobId, Load] = {}
         self._owners: dict[JobId, int] = {}
         """Number of the request's adapter, if it has one, by copy of the step being built."""
-        self._lost: list[Load] = []
+        self._lost = LostLoads()
         self._writes = Writes(self._groups)
         self._v2 = runs_v2(vllm_config)
         self._overwrites = overwrites(kv_cache_config)
         self._holds = Holds(wanted=self._v2 and self._overwrites)
-        self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
         self._layered = False
@@ -365,9 +365,8 @@ class SchedulerHalf:
         except Exception:  # vLLM already relies on these blocks: report a failed load to it
             state.computes = True
             main = self._groups.main
-            lost = tuple(tables[main.index][own // main.tokens : (own + external) // main.tokens])
-            job = CopyJob(JobId(next(self._lost_ids)), "onboard", lost, ())  # fails: no slots
-            self._lost.append(Load(job, request.request_id, state.sync))
+            lost = tables[main.index][own // main.tokens : (own + external) // main.tokens]
+            self._lost.fail(request.request_id, lost, sync=state.sync)
             raise
 
     def _load(self, state: RequestState, own: int, end: int, tables: Tables, *, sync: bool) -> None:
@@ -406,10 +405,8 @@ class SchedulerHalf:
         """Return the number of tokens of a request's last load by type of level."""
         state = self._states.get(request.request_id)
         kinds = {tier.name: tier.type for tier in (self._config.host, *self._config.levels)}
-        found: Counter[str] = Counter()
-        for name in [] if state is None else state.sources:
-            found[kinds[name]] += self._groups.main.tokens
-        return found
+        blocks = Counter(kinds[name] for name in ([] if state is None else state.sources))
+        return Counter({kind: n * self._groups.main.tokens for kind, n in blocks.items()})
 
     def finished(self, request: Any) -> None:
         """Forget a request that has finished or was aborted; its copies in flight still end."""
@@ -433,9 +430,13 @@ class SchedulerHalf:
             return self._build(output)
         except BaseException:
             self._holds.release_all()
-            for job in self.connector.withdraw():
-                self._lost.append(replace(self._loads[job.id], job=job))
+            self._lost.defer(replace(self._loads[j.id], job=j) for j in self.connector.withdraw())
             raise
+
+    def failed(self) -> StepMetadata:
+        """Return the tasks of a step that could not be built: its sync loads, which fail."""
+        loads = self._lost.due()
+        return StepMetadata(loads=loads, attach=self._attach if loads else None)
 
     def _build(self, output: Any) -> StepMetadata:
         connector = self.connector
@@ -461,8 +462,7 @@ class SchedulerHalf:
             else:
                 step.loads.append(replace(self._loads[job.id], job=job))
         scheduled = [(self._states.get(i), n) for i, n in output.num_scheduled_tokens.items()]
-        timed = not any(load.sync for load in step.loads)
-        step.number = self._computing.begin(scheduled, timed=timed)
+        step.number = self._computing.begin(scheduled, timed=not any(i.sync for i in step.loads))
         runs = bool(output.num_scheduled_tokens)
         step.idle = not runs and (self._awaited or bool(self._loads) or self.freeing)
         self._awaited = self._layered = False

@@ -323,6 +323,27 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
     assert engine.loaded == 7
 
 
+@pytest.mark.parametrize("load", ["sync", "layers"])
+@pytest.mark.parametrize("late", [False, True])
+def test_no_forward_pass_reads_what_a_step_that_could_not_be_made_was_to_load(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, load: str, late: bool
+) -> None:
+    """The engine computes in that very step, so its workers report the loads as failed."""
+    engine = Engine(HOST, load=load)
+    engines.append(engine)
+    served(engine, prompt(1))
+    half = engine.half
+    engine.expects = lambda error: "boom" in str(error)
+    engine.add(prompt(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(half._weights if late else half, "prepare" if late else "_save", boom)
+        engine.step(100)
+    engine.run()
+    assert not half._loads
+    served(engine, prompt(1))
+    assert not engine.entries, "all that was saved, before and after, is right"
+
+
 def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
     engines: list[Engine],
 ) -> None:
