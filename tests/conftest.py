@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,18 +99,6 @@ def open_files() -> set[str]:
         if not target.startswith("/memfd:kvladder-arena"):
             found.add(f"{entry.name} -> {target}")
     return found
-
-
-@pytest.fixture
-def unreleased() -> Iterator[None]:
-    """Let a test leave fetches and saves unreleased, as a simulation that fails midway does.
-
-    They are collected here, so that no later test hears of them.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* was not released", category=ResourceWarning)
-        yield
-        gc.collect()
 
 
 @pytest.fixture(autouse=True)

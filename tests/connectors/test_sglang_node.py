@@ -29,12 +29,12 @@ OTHERS = [b"%032d" % number for number in range(6, 12)]
 BATCH = PageBatch(KEYS, within_s=PATIENCE_S, deadline_s=PATIENCE_S)
 RANK = """
 import sys
-from tests.connectors.test_sglang_node import BATCH, KEYS, OTHERS, Batch, opened, join
+from tests.connectors.test_sglang_node import BATCH, KEYS, OTHERS, PageBatch, opened, join
 
 verb, address = sys.argv[1], sys.argv[2].replace("@", chr(0))
 keys = KEYS if verb == "fetch" else OTHERS
 node = join(address, opened)
-pieces = getattr(node, verb)(Batch(keys, "", BATCH.within_s, BATCH.deadline_s))
+pieces = getattr(node, verb)(PageBatch(keys, "", BATCH.within_s, BATCH.deadline_s))
 print(type(node).__name__, next(pieces).pages, flush=True)
 input()
 """
@@ -120,7 +120,7 @@ def test_what_a_dead_rank_held_comes_back(address, rank, verb):
     try:
         stored(owner)
         process, said = rank(RANK, verb)
-        assert said.startswith("Guest [0")
+        assert said.startswith("CacheClient [0")
         if verb == "save":
             assert owner.arena.free < SLOTS - len(KEYS)
         killed(process)

@@ -137,7 +137,7 @@ def test_a_level_takes_what_its_threshold_admits_and_the_rest_is_forgotten() -> 
         engine.evict()
         assert engine.cache.stats()["host"]["blocks"] == 2
         kinds = [type(event).__name__ for event in engine.cache.take_events()]
-        assert kinds.count("Removed") == 2
+        assert kinds.count("PoolRemoved") == 2
         assert engine.run([*range(16), 99]) == 8
 
 

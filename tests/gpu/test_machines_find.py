@@ -49,9 +49,6 @@ def find(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=settings)
 
 
-pytestmark = pytest.mark.usefixtures("unreleased")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_o7_what_no_tier_takes_is_dropped_with_one_removed(host: int) -> None:
     engine.run(range(4))
     engine.events.take()
     engine.pool.evict(1)
-    assert [type(e).__name__ for e in engine.events.take()] == ["Removed"]
+    assert [type(e).__name__ for e in engine.events.take()] == ["PoolRemoved"]
     assert key not in engine.pool._ledger.index
 
 
@@ -189,7 +189,7 @@ def test_a_failed_offload_loses_the_block_and_nothing_else() -> None:
     engine.events.take()
     engine.host.complete(min(engine.host.flights), ok=False)
     assert engine.pool.free == 4
-    assert [type(e).__name__ for e in engine.events.take()] == ["Removed"]
+    assert [type(e).__name__ for e in engine.events.take()] == ["PoolRemoved"]
     assert engine.pool.stats.lost == 1
     assert engine.run(range(5)) == 0
 
@@ -234,7 +234,7 @@ def test_what_the_tiers_drop_takes_its_followers_along_each_with_its_event() -> 
     first = engine.keys(range(4))
     engine.host.remove(first)
     engine.pool.forgotten(first)
-    assert [type(e).__name__ for e in engine.events.take()] == ["Removed"] * 3
+    assert [type(e).__name__ for e in engine.events.take()] == ["PoolRemoved"] * 3
     assert not engine.host.blocks
     assert len(engine.pool._ledger.index) == 0
     engine.check()

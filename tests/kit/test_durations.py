@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_each_test_is_recorded_once_and_after_those_before(
-    pytester: pytest.Pytester, workers: str
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     pytester.makepyfile(
         test_it="import pytest, time\n"
         "@pytest.fixture\ndef slow(): time.sleep(0.2)\n"

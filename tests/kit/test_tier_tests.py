@@ -15,7 +15,7 @@ import pytest
 
 from kvladder.errors import TierError
 from kvladder.testing import FakeStore, FakeTier, TierTests
-from kvladder.tiers.label import Kept, LABEL_BYTES, Labels, told
+from kvladder.tiers.label import LABEL_BYTES, Labels, RecoveredBlock, told
 from kvladder.tiers.memory import MemoryTier
 
 
@@ -225,7 +225,7 @@ class Durable(TierTests):
 class ForgetsMeta(FakeTier):
     async def recover(self):
         async for batch in super().recover():
-            yield [Kept(item.key, item.place) for item in batch]
+            yield [RecoveredBlock(item.key, item.place) for item in batch]
 
 
 class TellsNewestFirst(FakeTier):
@@ -253,7 +253,7 @@ class SharesNamespaces(FakeTier):
 
 class IgnoresCapacity(FakeTier):
     async def recover(self):
-        yield [Kept(record.key, record.place, record.facts) for record in self.records.values()]
+        yield [RecoveredBlock(one.key, one.place, one.facts) for one in self.records.values()]
 
 
 class MakesLabels(FakeTier):

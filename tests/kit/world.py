@@ -357,8 +357,8 @@ class World:
 
     def reopen(self, *, crash: bool) -> None:
         """The process ends, well or not, and another one begins."""
-        if crash:  # its objects end without finalizers
-            self.cache.stack.shared.unreleased.close(0, 0)
+        if crash:
+            self._end_finalizers()
         for request in self.requests:
             if not crash:
                 request.fetch.release()
@@ -400,6 +400,10 @@ class World:
         assert not left, f"left behind: {left}"
         self.loop.close()
 
+    def _end_finalizers(self) -> None:
+        """Have objects of the cache end without finalizers, as those of a dead process do."""
+        self.cache.stack.shared.unreleased.close(0, 0)
+
     def _kill(self) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
@@ -413,6 +417,7 @@ class World:
 
     def dispose(self) -> None:
         """Give back what the world has of the real one, whatever state it is in."""
+        self._end_finalizers()
         if not self.loop.is_closed():
             try:
                 self._kill()

@@ -188,9 +188,6 @@ KINDS_OF: dict[str, Kind] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("unreleased")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", KINDS_OF)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
