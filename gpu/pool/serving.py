@@ -153,7 +153,8 @@ class Serving:
         best = self._nearest(content, blocks)
         if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
             return best
-        return best if self._moves.claim([self._ledger.index.key_of(best.node)]) else None
+        key = self._ledger.index.key_of(best.node)
+        return best if self._moves.claim([key], content.root.salt) else None
 
     def _nearest(self, content: Content, blocks: int) -> PartialBlock | None:
         """Return the usable known block that shares most tokens behind the first ``blocks``."""

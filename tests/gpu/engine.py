@@ -94,6 +94,7 @@ class Kept:
     retaken: bool = False
     """Whether it came back while it was being onboarded."""
     flying: bool = False
+    salt: str = ""
 
 
 @dataclass
@@ -183,7 +184,8 @@ class Host:
         slot = self._room(victim.priority, stamp)
         if slot is None:
             return None
-        kept = Kept(slot, [], victim.priority, stamp, until_s=victim.until_s, flying=self.delayed)
+        kept = Kept(slot, [], victim.priority, stamp, victim.until_s, salt=victim.salt)
+        kept.flying = self.delayed
         self.blocks[victim.key] = kept
         self.copied.append(victim)
 
@@ -228,6 +230,7 @@ class Host:
         for at, key in enumerate(keys):
             if key not in self.blocks or self.blocks[key].flying:
                 return at
+            assert salt == self.blocks[key].salt, "claimed under another salt than its own"
             self.blocks[key].claims += 1
             self.claimed.setdefault(key, []).append(self.blocks[key])
         return len(keys)

@@ -61,6 +61,14 @@ def test_a_host_block_gets_a_device_copy_when_somebody_computes_it_anew() -> Non
     assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other one
 
 
+def test_a_part_of_a_block_below_is_claimed_under_its_own_salt() -> None:
+    """The host checks the salt of each claim: it becomes the owner of what a shared tier has."""
+    engine = Engine(4, host=4, partial="copy")
+    engine.run(range(8), salt="a")
+    engine.pool.evict(2)
+    assert engine.run([*range(6), 0, 0], salt="a") == 6
+
+
 @pytest.mark.parametrize("inclusive", [False, True])
 def test_o3_offloaded_onboarded_offloaded_the_host_has_the_newest_bytes(inclusive: bool) -> None:
     engine = Engine(4, host=4, inclusive=inclusive)

@@ -193,6 +193,17 @@ class TestWhoHasIt(Fabrics):
         await tier.aclose()
 
 
+    async def test_a_purge_that_a_server_does_not_do_is_an_error(self, tier, blocks):
+        await blocks.put(tier, *range(8))
+        progress = list[tuple[int, int]]()
+        assert await tier.purge(None, lambda *told: progress.append(told)) == 8
+        for line in tier._servers:
+            line.here.writable = False
+        with pytest.raises(TierError, match="a:1 removes nothing for this client"):
+            await tier.purge(None, lambda *told: progress.append(told))
+        assert progress == [(8, 8)]
+
+
 class FakeRoster:
     """A list that tests write."""
 

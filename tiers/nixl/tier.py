@@ -477,6 +477,8 @@ class NixlTier(Tier):
         self._up()
 
         async def purged(line: Line) -> int:
+            if not line.here.writable:
+                raise TierError(f"{line.address} removes nothing for this client", temporary=False)
             return await line.here.purge(salt)
 
         count = sum(await _all(map(purged, self._servers)))
