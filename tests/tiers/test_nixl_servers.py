@@ -192,7 +192,6 @@ class TestWhoHasIt(Fabrics):
         assert await tier.contains([]) == []
         await tier.aclose()
 
-
     async def test_a_purge_that_a_server_does_not_do_is_an_error(self, tier, blocks):
         await blocks.put(tier, *range(8))
         progress = list[tuple[int, int]]()
