@@ -128,6 +128,14 @@ def test_every_metric_is_explained_and_no_other():
     assert explained == {metric.name: ", ".join(metric.labels) for metric in METRICS}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_metric_that_a_page_names_exists(page):
+    named = {*re.findall(r"\bkvladder_[a-z_]*[a-z]\b", page.read_text(encoding="utf-8"))}
+    ends = {"histogram": ("", "_bucket", "_count", "_sum")}
+    exposed = {one.name + end for one in METRICS for end in ends.get(one.kind, ("",))}
+    assert named - exposed == set()
+
+
 def test_every_tier_is_in_the_table():
     assert {name for name, *_ in rows("README.md", "## Tiers")} == set(BUILT_IN["tiers"])
 
