@@ -4,9 +4,10 @@ A row has what a seed names (``seed`` is its number and line), a status, where i
 which tests hold it (files, or ``file::name``), and a note.
 
 A row may have ``faults``. Each breaks what the row claims: ``text``, which occurs once in ``file``,
-becomes ``becomes``. ``python .ci/seeds.py --faults [ROW...]`` plants one fault at a time in a copy
-of the tree, runs the row's first test there (or ``test`` of the fault), and exits with 1 if a test
-still passes. ROW is a seed's number and line, or words of what a row names; without any, all rows.
+becomes ``becomes``. A row that is held, or in part, and has none says why in ``unplanted``.
+``python .ci/seeds.py --faults [ROW...]`` plants one fault at a time in a copy of the tree, runs the
+row's first test there (or ``test`` of the fault), and exits with 1 if a test still passes. ROW is a
+seed's number and line, or words of what a row names; without any, all rows.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ line that names it. `.ci/seeds.py` makes this page of `seeds.yaml`, and a test h
 file, name and test in it exists.
 
 Rows marked with * have a planted fault, which breaks what the row claims: `.ci/seeds.py --faults`
-plants each in a copy of the tree and checks that the row's test fails there.
+plants each in a copy of the tree and checks that the row's test fails there. The notes of the other
+rows that are held, or in part, say why there is none.
 """
-KEYS = {"seed", "names", "status", "code", "tests", "note", "faults"}
+KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}
 LEFT_OUT = shutil.ignore_patterns(
     ".*cache*", ".git", ".venv", ".hypothesis", "__pycache__", "shared"
@@ -97,6 +99,11 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
         yield f"{status}, and the note does not say what is missing, or why"
     if status == "refused" and not (note.startswith("docs/decisions/") and not wrong(note)):
         yield f"refused by no record: {note!r}"
+    unplanted = bool(row.get("unplanted"))
+    if status in {"held", "part"} and unplanted == bool(row.get("faults")):
+        yield f"{status}: expected faults, or the reason why there are none in unplanted"
+    if unplanted and status not in {"held", "part"}:
+        yield f"{status}, and unplanted: expected that of rows that are held or in part alone"
     yield from filter(None, map(wrong, [*code, *tests]))
     for fault in row.get("faults", []):
         yield from wrong_faults(fault, tests)
@@ -226,7 +233,9 @@ def render(sections: list[dict[str, Any]]) -> str:
                 ", ".join(f"`{one}`" for one in row.get(key, [])) for key in ("code", "tests")
             )
             names = row["names"] + " *" * bool(row.get("faults"))
-            cells = [row["seed"], names, row["status"], code, tests, row.get("note", "")]
+            why = f"no fault: {row['unplanted']}" if "unplanted" in row else ""
+            note = "; ".join(filter(None, (row.get("note"), why)))
+            cells = [row["seed"], names, row["status"], code, tests, note]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

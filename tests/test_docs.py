@@ -128,6 +128,27 @@ def test_every_metric_is_explained_and_no_other():
     assert explained == {metric.name: ", ".join(metric.labels) for metric in METRICS}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_metric_that_a_page_names_exists(page):
+    named = {*re.findall(r"\bkvladder_[a-z_]*[a-z]\b", page.read_text(encoding="utf-8"))}
+    ends = {"histogram": ("", "_bucket", "_count", "_sum")}
+    exposed = {one.name + end for one in METRICS for end in ends.get(one.kind, ("",))}
+    assert named - exposed == set()
+
+
+def test_what_to_look_at_when_hits_are_low_is_a_metric():
+    *looks, last = [look for look, *_ in rows("docs/metrics.md", "## When hits are low")]
+    assert last == "none of these"
+    words = {re.match(r"\w+", part)[0] for look in looks for part in look.split(", ")}
+    names = "\n".join(metric.name for metric in METRICS)
+    absent = [
+        word
+        for word in words
+        if not re.search(rf"^kvladder_tier_{word}(_blocks)?(_total)?$", names, re.MULTILINE)
+    ]
+    assert not absent
+
+
 def test_every_tier_is_in_the_table():
     assert {name for name, *_ in rows("README.md", "## Tiers")} == set(BUILT_IN["tiers"])
 

@@ -19,14 +19,15 @@ assert SPEC.loader is not None
 seeds: Any = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(seeds)
 ROWS = [row for section in seeds.load() for row in section["rows"]]
+FAULT = {"file": "setup.py", "text": "optional=True", "becomes": "optional=False"}
 GOOD = {
     "seed": "001:1",
     "names": "x",
     "status": "held",
     "code": ["setup.py"],
     "tests": ["setup.py"],
+    "faults": [FAULT],
 }
-FAULT = {"file": "setup.py", "text": "optional=True", "becomes": "optional=False"}
 
 
 def test_the_page_is_what_the_data_give() -> None:
@@ -56,10 +57,14 @@ def test_every_place_and_test_exists() -> None:
         ({"faults": [FAULT | {"file": "gone.py"}]}, "there is no file gone.py"),
         ({"faults": [FAULT | {"test": "tests/test_docs.py"}]}, "test is none of the row's"),
         ({"faults": [{"file": "setup.py"}]}, "a fault with the keys"),
+        ({"faults": []}, "expected faults, or the reason"),
+        ({"unplanted": "a layout"}, "expected faults, or the reason"),
+        ({"status": "open", "note": "x", "unplanted": "a layout"}, "open, and unplanted"),
     ],
 )
 def test_rows_that_are_wrong_are_found(changed: dict[str, Any], says: str) -> None:
-    assert list(seeds.problems(GOOD | {"faults": [FAULT]})) == []
+    assert list(seeds.problems(GOOD)) == []
+    assert list(seeds.problems(GOOD | {"faults": [], "unplanted": "a layout"})) == []
     assert any(says in problem for problem in seeds.problems(GOOD | changed))
 
 

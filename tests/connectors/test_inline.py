@@ -43,8 +43,8 @@ def test_a_prompt_that_was_saved_is_loaded_into_other_blocks(manager: CacheManag
     assert match.wait()
     assert (match.blocks, match.sources) == (4, ["host"] * 4)
     connector.wait(connector.load(match, [20, 21, 22], first=1))
-    assert torch.equal(kv[20:23], kv[[1, 4, 2]])
     connector.close()
+    assert torch.equal(kv[20:23], kv[[1, 4, 2]])
 
 
 def test_what_is_cached_is_not_copied_again(manager: CacheManager) -> None:
