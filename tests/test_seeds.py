@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.scripts import script
+from tests.kit.source import ROOT
 from tests.patience import PATIENCE_S
 
-ROOT = Path(__file__).parents[1]
-if not all((ROOT / name).exists() for name in (".ci/seeds.py", "tiers")):
-    pytest.skip("the tests run beside an installed package", allow_module_level=True)
-SPEC = importlib.util.spec_from_file_location("seeds", ROOT / ".ci" / "seeds.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-seeds: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(seeds)
+seeds: Any = script("seeds")
 ROWS = [row for section in seeds.load() for row in section["rows"]]
 FAULT = {"file": "setup.py", "text": "optional=True", "becomes": "optional=False"}
 GOOD = {

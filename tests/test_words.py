@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.kit.scripts import script
+from tests.kit.source import ROOT
 
-ROOT = Path(__file__).parents[1]
-if not all((ROOT / name).exists() for name in (".ci/words.py", "tiers")):
-    pytest.skip("the tests run beside an installed package", allow_module_level=True)
-SPEC = importlib.util.spec_from_file_location("words", ROOT / ".ci" / "words.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-words: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(words)
+words: Any = script("words")
 
 FOLDERS = ("kvladder", "connectors", "gpu", "policy", "tiers", "examples", "benchmarks")
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -27,7 +20,7 @@ def read() -> list[Path]:
     found = [ROOT / name for name in PAGES]
     found += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != GENERATED]
     for folder in FOLDERS:
-        found += sorted((ROOT / folder).rglob("*.py"))
+        found += sorted([*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("README.md")])
     return [path for path in found if not path.parent.is_symlink()]
 
 

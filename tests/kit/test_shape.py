@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.kit.scripts import script
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tiers").is_dir():
@@ -33,12 +34,7 @@ def double(x):
 
 @pytest.fixture
 def shape() -> Any:
-    spec = importlib.util.spec_from_file_location("shape", ROOT / ".ci" / "shape.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("shape")
 
 
 def test_lines_with_code_on_them_count(shape: Any, tmp_path: Path) -> None:
