@@ -144,7 +144,7 @@ def test_every_metric_that_a_page_names_exists(page):
 def test_what_to_look_at_when_hits_are_low_is_a_metric():
     *looks, last = [look for look, *_ in rows("docs/metrics.md", "## When hits are low")]
     assert last == "none of these"
-    words = {re.match(r"\w+", part)[0] for look in looks for part in look.split(", ")}
+    words = {word for look in looks for word in re.findall(r"(?:^|, )(\w+)", look)}
     names = "\n".join(metric.name for metric in METRICS)
     absent = [
         word
