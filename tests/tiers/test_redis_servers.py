@@ -329,7 +329,8 @@ async def test_sentinels_of_which_none_answers(world):
         await servers.addresses()
 
 
-async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
+async def abandoned(world):
+    """Return servers, one of which was silent until a call had given up, and answers again."""
     world.owners = [ONE] * SLOTS
     servers = servers_of(world, ONE)
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
@@ -338,6 +339,11 @@ async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
         async with asyncio.timeout(2 * LIMIT_S):
             await servers.run(commands(), LIMIT_S)
     world.silent.clear()
+    return servers
+
+
+async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
+    servers = await abandoned(world)
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
     kills = [words for words in world.asked if words[1] == b"CLIENT"]
     assert kills == [(ONE, b"CLIENT", b"KILL")], "what was left behind must not come back"
@@ -345,14 +351,7 @@ async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
 
 async def test_numbers_of_connections_from_before_a_restart_are_not_used(world):
     """A server that was started again gives them to other clients."""
-    world.owners = [ONE] * SLOTS
-    servers = servers_of(world, ONE)
-    assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
-    world.silent.add(ONE)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(2 * LIMIT_S):
-            await servers.run(commands(), LIMIT_S)
-    world.silent.clear()
+    servers = await abandoned(world)
     world.runs[ONE] = "the next run"
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
     assert b"CLIENT" not in [words[1] for words in world.asked]
