@@ -329,10 +329,11 @@ class CacheManager:
         KeyError
             No level has one of these names.
         """
-        require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
-        priorities, durations_s = self._clipped(priorities, durations_s)
+        if priorities is not None or durations_s is not None:
+            require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
+            priorities, durations_s = self._clipped(priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = self.terms(levels, expires_s, salt, group)
         metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)

@@ -13,6 +13,8 @@ from kvladder.policy.numbers import settle, whole
 
 def checked_priority(priority: object) -> int:
     """Return ``priority`` as an int in 0..100; raises ValueError if it is not one."""
+    if type(priority) is int and PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        return priority  # without the context of the line below: every save comes here
     with suppress(ValueError):
         number = whole(cast("SupportsIndex", priority))
         if PRIORITY_MIN <= number <= PRIORITY_MAX:

@@ -63,7 +63,7 @@ class Others:
     def __init__(self, cache: SimCache, salt: bytes, keys: Iterable[BlockKey]) -> None:
         self._index = cache.stack.host.index
         self._salt, self._own = salt, {*keys}
-        claims, lent = cache.arena.claims, cache.stack.host._lent
+        claims, lent = cache.arena.claims, cache.stack.host.index.lent
         coming = sum(its == salt and claims(slot) > 0 for slot, its in lent.items())
         self._room = self._index.spare(salt) - coming
         self._before = self._held()

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
@@ -98,9 +97,13 @@ class EventBuffer:
 
     def tell(self, event: Stored | Removed) -> None:
         """Collect an event of a level above the ladder's; journals do not follow its blocks."""
-        self.wake()
+        if self._listeners:
+            self.wake()
         if self._max:
-            self._add(event)
+            if len(self._events) >= self._max:
+                self._events.popleft()
+                self._lost += 1
+            self._events.append(event)
 
     def stored(self, level: str, keys: Sequence[BlockKey]) -> None:
         """Collect a Stored, unless ``keys`` is empty."""
@@ -122,12 +125,6 @@ class EventBuffer:
         self._telling = False  # first, so that events from now on schedule another call
         for listener in self._listeners:
             listener()
-
-    def _add(self, event: Event) -> None:
-        if len(self._events) >= self._max:
-            self._events.popleft()
-            self._lost += 1
-        self._events.append(event)
 
     def take(self) -> list[Event]:
         """Return everything collected since the last call, oldest first."""
@@ -152,10 +149,11 @@ class Shared:
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
 
-    @cached_property
-    def unreleased(self) -> Unreleased:
-        """Fetches and saves that their owner lost before their release."""
-        return Unreleased(self.notices)
+    unreleased: Unreleased = field(init=False)
+    """Fetches and saves that their owner lost before their release."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unreleased", Unreleased(self.notices))
 
     @property
     def bulk_step(self) -> int:

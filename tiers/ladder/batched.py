@@ -40,7 +40,7 @@ class SlotAdmission:
 
         The caller gives them back with ``give``.
         """
-        if self.unreleased:
+        if self.unreleased.lost:
             self.unreleased.settle()
         with self._lock:
             now_s = self._clock.now()

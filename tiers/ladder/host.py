@@ -72,8 +72,6 @@ class HostLevel(BaseLevel[Slot]):
         }
         """Per write-through level, blocks of this one that its queue had no room for."""
         self.writes_through = bool(self._backlog)
-        self._lent: dict[Slot, bytes] = {}
-        """Slots leased for blocks of salts that have a quota, until host holds the blocks."""
         self._wanted: Counter[bytes] = Counter()
         """Number of blocks, by salt at its quota, that have to be written below before they may go.
         """
@@ -113,13 +111,6 @@ class HostLevel(BaseLevel[Slot]):
         self.index.unpin([slot for slot, key, there in both if key == there])
         self.shared.arena.release(slots)
 
-    def hold(
-        self, keys: Sequence[BlockKey], places: Sequence[Slot], meta: BlockMeta, *, pins: int = 0
-    ) -> None:
-        super().hold(keys, places, meta, pins=pins)
-        for slot in places if self._lent else ():
-            self._lent.pop(slot, None)
-
     def room(self, count: int, priority: int, salt: bytes = b"") -> list[Slot]:
         """Lease up to ``count`` slots for blocks of this priority, evicting exactly as many as
         needed.
@@ -143,9 +134,9 @@ class HostLevel(BaseLevel[Slot]):
             self._evict(gone)
         slots = arena.lease(min(count, arena.free)) or []
         if has_quota:
-            self._lent.update(dict.fromkeys(slots, salt))
-        for slot in slots if self._lent and not has_quota else ():
-            self._lent.pop(slot, None)
+            self.index.lent.update(dict.fromkeys(slots, salt))
+        for slot in slots if self.index.lent and not has_quota else ():
+            self.index.lent.pop(slot, None)
         return slots
 
     def _evict(self, gone: Sequence[BlockKey]) -> None:
@@ -158,10 +149,10 @@ class HostLevel(BaseLevel[Slot]):
     def _within_quota(self, count: int, priority: int, salt: bytes) -> int:
         """Return how many slots blocks of a salt may get; evict some of its own for them."""
         claims = self.shared.arena.claims
-        coming = sum(its == salt for its in self._lent.values())
+        coming = sum(its == salt for its in self.index.lent.values())
         if self.index.spare(salt) - coming < count:  # slots given back meanwhile count no more
-            self._lent = {slot: its for slot, its in self._lent.items() if claims(slot)}
-            coming = sum(its == salt for its in self._lent.values())
+            self.index.lent = {slot: its for slot, its in self.index.lent.items() if claims(slot)}
+            coming = sum(its == salt for its in self.index.lent.values())
         room = int(min(count, self.index.spare(salt) - coming))
         if room == count:
             return count

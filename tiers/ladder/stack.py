@@ -56,6 +56,7 @@ class TierStack(StackQueries):
         worth: FetchCostModel | None = None,
     ) -> None:
         self.shared = shared
+        self._unreleased = shared.unreleased
         self.lock = shared.lock
         self.levels = [
             Level(spec, shared, self, bit=HOST << number) for number, spec in enumerate(levels, 1)
@@ -165,8 +166,8 @@ class TierStack(StackQueries):
         ``patient`` and tries again. Each key returned must be given to ``publish`` or ``abandon``.
         """
         self._require_open()
-        if self.shared.unreleased:
-            self.shared.unreleased.settle()
+        if self._unreleased.lost:
+            self._unreleased.settle()
         wanted: list[int] = []
         slots: list[Slot] = []
         start = 0

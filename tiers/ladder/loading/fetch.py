@@ -108,9 +108,9 @@ class Fetch:
         salt: bytes = b"",
         saves: AvoidedCompute | None = None,
     ) -> None:
-        if shared.unreleased:
-            shared.unreleased.settle()
-        self._unreleased = shared.unreleased
+        self._unreleased = unreleased = shared.unreleased
+        if unreleased.lost:
+            unreleased.settle()
         self.keys = keys
         self.levels = levels
         """Bits of the levels that may be read for it."""

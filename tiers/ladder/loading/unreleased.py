@@ -26,14 +26,12 @@ class Unreleased:
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
-        self._lost = deque[tuple[str, Callable[[], object]]]()
+        self.lost = deque[tuple[str, Callable[[], object]]]()
+        """What ``settle`` has to give back: its kind, and the call that does it."""
         self._lock = threading.Lock()
         self._closed = False
         self.counts = Counter[str]()
         """Number of lost objects so far, by kind."""
-
-    def __bool__(self) -> bool:
-        return bool(self._lost)
 
     def add(
         self,
@@ -43,14 +41,14 @@ class Unreleased:
     ) -> None:
         """Queue ``give_back`` of an unreleased object, and warn; for ``__del__``."""
         if not self._closed:
-            self._lost.append((kind, give_back))
+            self.lost.append((kind, give_back))
             warn(f"a {kind} was not released: {HINT}", ResourceWarning, stacklevel=3)
 
     def settle(self) -> None:
         """Give back all that was lost. The stack's lock is not held."""
-        while self._lost:
+        while self.lost:
             try:
-                kind, give_back = self._lost.popleft()
+                kind, give_back = self.lost.popleft()
             except IndexError:  # another thread was faster
                 return
             with self._lock:

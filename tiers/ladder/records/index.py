@@ -112,6 +112,7 @@ class LevelIndex(Tenanted[P]):
         self._pins = array("I")
         """Per place, how often its block is pinned."""
         self._pinned = 0
+        self.lent = {}
         self._until = Deadlines()
         """Ends of retention, by place."""
         self._terms = TermsByPlace()
@@ -281,7 +282,9 @@ class LevelIndex(Tenanted[P]):
                 self._pinned += 1
             else:
                 self.policy.push(place, meta.priority)
-        self._note_held(places, meta.terms.salt, meta.priority)
+        tenants = self.tenants
+        if tenants is not None and (meta.terms.salt or meta.priority > tenants.base):
+            self._note_held(places, meta.terms.salt, meta.priority)  # others have no limits
 
     def _insert_bulk(
         self,
@@ -394,7 +397,8 @@ class LevelIndex(Tenanted[P]):
             push(place, priority)
             if salt or terms:
                 self._terms.put(place, Terms.unpacked(facts, here, behind_s))
-            self._note_held((place,), salt, priority)
+            if self.tenants is not None:
+                self._note_held((cast("P", place),), salt, priority)
         if self._expires is not None:
             for _, place, facts in blocks:
                 end_s = facts.expires_wall_s

@@ -26,6 +26,8 @@ class Tenanted(ABC, Generic[P]):
     tenants: Tenants | None
     clipped: int
     """Number of blocks that lost a raised priority, since there were too many raised ones."""
+    lent: dict[P, bytes]
+    """Salts of places that are leased for blocks of a salt with a limit, and hold none yet."""
     _key: list[BlockKey | None]
     _priority: bytearray
     _pins: array[int]
@@ -36,12 +38,13 @@ class Tenanted(ABC, Generic[P]):
     def _reprioritize(self, place: int, priority: int) -> None:
         """Give the block at ``place`` another priority."""
 
-    def _note_held(self, places: Sequence[int], salt: bytes, priority: int) -> None:
+    def _note_held(self, places: Sequence[P], salt: bytes, priority: int) -> None:
         """Report new blocks at ``places``, if there are limits for their salt or priority."""
         tenants = self.tenants
         if tenants is None or not tenants.matters(salt, priority):
             return
         for place in places:
+            self.lent.pop(place, None)
             self._lower(tenants.hold(salt, place, priority))
 
     def _lower(self, place: int | None) -> None:
