@@ -96,6 +96,7 @@ class TestFaults(TierFixtures):
         assert await blocks.get(tier, [block]) == [True]
         assert tier.gauges()["process"] == pid
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("what", ["deaf", "block", "late", "stop"])
     async def test_what_does_not_end_is_killed_and_lands_nowhere(self, tier, blocks, order, what):
         (block,) = await blocks.put(tier, 0)
@@ -113,6 +114,7 @@ class TestFaults(TierFixtures):
         assert tier.gauges()["process_ends"] == 1
         assert tier.gauges()["process"] != pid
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("what", "how"), [("crash", "SIGSEGV"), ("exit", "exit status 3")])
     async def test_a_death_fails_the_calls_that_were_under_way(
         self, tier, blocks, order, what, how
@@ -126,6 +128,7 @@ class TestFaults(TierFixtures):
         await again(lambda: tier.contains([]))
         assert await blocks.put(tier, 0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     async def test_only_a_kill_ends_it(self, tier, blocks, sent):
         await blocks.put(tier, 0)
@@ -164,6 +167,7 @@ class TestFaults(TierFixtures):
         with pytest.raises(TierError, match="closed"):
             await tier.contains([])
 
+    @pytest.mark.slow
     async def test_a_listener_that_raises_ends_nothing(self, make, context, order):
         def refuse(*_):
             raise RuntimeError("it does not want to know")
@@ -209,6 +213,7 @@ class TestFaults(TierFixtures):
             name: getattr(plain, name) for name in traits
         }
 
+    @pytest.mark.slow
     async def test_a_tier_that_refuses_to_open_leaves_no_process(self, make, context, order):
         tier = make()
         order.write_text("refuse")
@@ -253,6 +258,7 @@ class TestFaults(TierFixtures):
         assert await tier.contains([]) == []
         await tier.aclose()
 
+    @pytest.mark.slow
     async def test_it_is_tried_again_until_it_opens(self, make, context, order):
         said: list[str] = []
         tier = make()

@@ -64,6 +64,7 @@ class Fabrics(TierFixtures):
         return Done()
 
 
+@pytest.mark.slow
 class TestThreeServers(Fabrics, TierTests):
     @pytest.fixture
     def make(self, fabrics):
