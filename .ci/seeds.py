@@ -1,4 +1,4 @@
-"""Write docs/seeds.md from docs/seeds.yaml: ``python .ci/seeds.py``; 1 if a row is wrong.
+"""Make docs/contributing/seeds.md from seeds.yaml: ``python .ci/seeds.py``; 1 if a row is wrong.
 
 A row has what a seed names (``seed`` is its number and line), a status, where it is in the code and
 which tests hold it (files, or ``file::name``), and a note.
@@ -29,7 +29,8 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
-DATA, PAGE = ROOT / "docs" / "seeds.yaml", ROOT / "docs" / "seeds.md"
+FOLDER = ROOT / "docs" / "contributing"
+DATA, PAGE = FOLDER / "seeds.yaml", FOLDER / "seeds.md"
 STATUSES = {
     "held": "done, and a test holds it",
     "part": "done in part; the note says what there is or is missing",

@@ -1,6 +1,6 @@
 """The Mooncake tier: blocks as objects of a Mooncake Store, in the memory of its nodes.
 
-Tested with mooncake-transfer-engine 0.3.13: see docs/mooncake.md.
+Tested with mooncake-transfer-engine 0.3.13: see docs/how-to/mooncake.md.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ RECOUNT = Duration(3600)
 
 
 class QuotaOptions(Settings, frozen=True, kw_only=True):
-    """Limits on the bytes that blocks of all engines together take; see docs/redis.md."""
+    """Limits on the bytes that blocks of all engines together take; see docs/how-to/redis.md."""
 
     namespace: Size | None = None
     """Most bytes of a namespace: one model, layout and deployment."""
@@ -108,7 +108,7 @@ class QuotaOptions(Settings, frozen=True, kw_only=True):
 
 
 class RedisOptions(Settings, frozen=True, kw_only=True):
-    """The keys of a Redis tier; see docs/redis.md."""
+    """The keys of a Redis tier; see docs/how-to/redis.md."""
 
     url: str
     """``redis://host:port/db``, ``rediss://`` for TLS or ``unix:///path``. For Sentinel and
