@@ -54,7 +54,7 @@ rows that are held, or in part, say why there is none.
 KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}
 LEFT_OUT = shutil.ignore_patterns(
-    ".*cache*", ".git", ".venv", ".hypothesis", "__pycache__", "shared"
+    ".*cache*", ".git", ".venv*", ".hypothesis", "__pycache__", "shared"
 )
 """What a copy of the tree does without."""
 WORKERS = 2

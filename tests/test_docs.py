@@ -53,7 +53,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     script = ""
     for line, text in blocks(page, "python"):
         script += "\n" * (line - script.count("\n")) + text
-    path = tmp_path / f"{page.stem}.py"
+    path = tmp_path / "page.py"  # not the page's name, which a library may have
     path.write_text(script)
     environment = os.environ | ({"PYTHONPATH": str(ROOT)} if (ROOT / "kvladder").is_dir() else {})
     done = subprocess.run(
@@ -66,6 +66,8 @@ def test_the_python_of_a_page_runs(page, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    shown = "".join(text for _, text in blocks(page, "output"))
+    assert not shown or done.stdout == shown
 
 
 @pytest.mark.parametrize("text", list(configurations()))

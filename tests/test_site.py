@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -13,11 +15,17 @@ from kvladder.config.registry import BUILT_IN
 from kvladder.config.settings import Sections
 from kvladder.schema import keys_of
 from tests.kit.scripts import script
-from tests.test_docs import configurations
+from tests.kit.source import ROOT
+from tests.test_docs import blocks, configurations
+from tests.test_readmes import missing
 
 settings: Any = script("settings")
+drawings: Any = script("drawings")
 jsonschema: Any = importlib.import_module("jsonschema")
 SCHEMA = settings.whole()
+OF_USERS = {"stack.yaml"}
+"""Files that a page has its reader make."""
+_LINK = re.compile(r"\]\([^)]*\)")
 HOST = "tiers: [{type: host}, "
 
 
@@ -30,6 +38,55 @@ def wrong(text: str) -> list[str]:
 def test_the_pages_of_settings_are_current() -> None:
     for path, text in settings.render().items():
         assert path.read_text(encoding="utf-8") == text, "run python .ci/settings.py"
+
+
+def test_the_drawings_are_current() -> None:
+    made = drawings.render()
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, "run python .ci/drawings.py"
+        ElementTree.fromstring(text)
+    assert set(drawings.FOLDER.iterdir()) == set(made)
+
+
+def test_a_plot_shows_what_is_in_its_table() -> None:
+    assert drawings.one("2026-11-23-shared-tiers.md", "redis put, 16 of 1 MiB", "ours") == 1.576
+    plot = drawings.shared_tiers()
+    assert ">1.576<" in plot
+    with pytest.raises(ValueError, match="unpack"):
+        drawings.one("2026-11-23-shared-tiers.md", "no such row", "ours")
+
+
+@pytest.mark.parametrize("folder", ["explanation", "tutorials", "contributing"])
+def test_files_that_pages_name_exist(folder: str) -> None:
+    pages = sorted((ROOT / "docs" / folder).glob("*.md"))
+    assert pages
+    for page in pages if folder != "contributing" else [ROOT / "docs" / folder / "index.md"]:
+        text = page.read_text(encoding="utf-8")
+        named = [name for name in missing(_LINK.sub("", text), ROOT) if name not in OF_USERS]
+        assert not named, page
+
+
+@pytest.mark.parametrize(("page", "script", "rows"), [("vllm", "demo", 8)])
+def test_a_tutorial_names_the_runs_of_its_demo(page: str, script: str, rows: int) -> None:
+    source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
+    path = ROOT / "docs" / "tutorials" / f"{page}.md"
+    text = path.read_text(encoding="utf-8")
+    [shown] = [block for _, block in blocks(path, "text") if "can come from" in block]
+    table = shown.split("\n\n")[1].splitlines()[1:]
+    names = [line.partition("  ")[0] for line in table]
+    assert len(names) == rows
+    assert not [name for name in names if f'"{name}"' not in source]
+    assert not [line for line in shown.split("\n\n")[2].splitlines() if line[:6] != "ok    "]
+    explained = {*re.findall(r"\*([^*]+)\*", text[text.index("How to read the table") :])}
+    assert {name.removeprefix("control: ") for name in names} <= explained
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = (ROOT / "docs").rglob("*.md")
+    names = [str(page.relative_to(ROOT / "docs")) for page in pages]
+    left = [name for name in names if f"{name}\n" not in text]
+    assert not [name for name in left if not name.startswith("decisions/0")]
 
 
 def test_every_setting_says_what_it_means() -> None:
