@@ -15,7 +15,7 @@ from kvladder.config.registry import BUILT_IN
 from kvladder.config.settings import Sections
 from kvladder.schema import keys_of
 from tests.kit.scripts import script
-from tests.kit.source import ROOT
+from tests.kit.source import LINKS, ROOT, python_files
 from tests.test_docs import blocks, configurations
 from tests.test_readmes import missing
 
@@ -66,7 +66,9 @@ def test_files_that_pages_name_exist(folder: str) -> None:
         assert not named, page
 
 
-@pytest.mark.parametrize(("page", "script", "rows"), [("vllm", "demo", 8)])
+@pytest.mark.parametrize(
+    ("page", "script", "rows"), [("vllm", "demo", 8), ("sglang", "demo_sglang", 7)]
+)
 def test_a_tutorial_names_the_runs_of_its_demo(page: str, script: str, rows: int) -> None:
     source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
     path = ROOT / "docs" / "tutorials" / f"{page}.md"
@@ -79,6 +81,23 @@ def test_a_tutorial_names_the_runs_of_its_demo(page: str, script: str, rows: int
     assert not [line for line in shown.split("\n\n")[2].splitlines() if line[:6] != "ok    "]
     explained = {*re.findall(r"\*([^*]+)\*", text[text.index("How to read the table") :])}
     assert {name.removeprefix("control: ") for name in names} <= explained
+
+
+def test_a_symptom_is_in_the_words_of_the_product() -> None:
+    symptoms = [symptom for symptom, *_ in cells("docs/how-to/troubleshoot.md", "symptom")]
+    quoted = {word for symptom in symptoms for word in re.findall(r"`([^`]+)`", symptom)}
+    assert len(quoted) > 8
+    files = [*python_files("kvladder", *LINKS), "kvladder/publishing/metrics.yaml"]
+    product = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in files)
+    parts = {part for word in quoted for part in re.split(r"[. :]+", word) if part}
+    assert not [part for part in parts if part not in product]
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a text."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
 
 
 def test_every_page_is_in_the_navigation() -> None:
