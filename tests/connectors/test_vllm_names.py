@@ -30,7 +30,7 @@ from tests.connectors.scripted import configs
 from tests.patience import PATIENCE_S, RUN_S
 from tests.vllm.harness import HERE, environment
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 SETTINGS = left_out("settings")
 SWITCHES = left_out("switches")
 NEWER = {
