@@ -275,7 +275,7 @@ class TestFaults(TierFixtures):
 
     async def test_a_close_that_is_not_answered_ends_at_its_limit(self, tier, monkeypatch):
         monkeypatch.setattr("kvladder.tiers.isolated.tier.CLOSE_S", 0.05)
-        tier._process._abandon_s = 3600.0  # which would be waited for, too
+        tier._process._pipe._late_s = 3600.0  # which would be waited for, too
         pid = tier.gauges()["process"]
         os.kill(pid, signal.SIGSTOP)
         await tier.aclose()
