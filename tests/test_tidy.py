@@ -280,6 +280,7 @@ def test_nothing_is_left_to_do():
 
 MESSAGES = (
     "connectors/sglang/node.py",
+    "kvladder/children/messages.py",
     "tiers/nixl/messages.py",
 )
 """Protocols: the names of their messages are theirs alone."""
