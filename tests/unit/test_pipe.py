@@ -168,6 +168,7 @@ async def piped(**options: Any) -> AsyncIterator[Ends]:
             yield Ends(near, far, calls, back, target, near_target, writer, far_writer)
     finally:
         target.let_go.set()
+        near_target.let_go.set()
         await near.aclose()
         await far.aclose()
 
