@@ -186,11 +186,13 @@ async def works(ends: Ends) -> None:
 
 
 async def ended(pipe: Pipe, calls: Calls, why: str) -> None:
-    """A pipe is closed, and no call hangs."""
+    """A pipe is closed, and calls raise at once."""
     assert pipe.state is PipeState.CLOSED
     for _ in range(2):
+        calling: Any = calls.double(3)
         with pytest.raises(TierError, match=why):
-            await calls.double(3)
+            calling.send(None)
+        calling.close()
     calls.note(1)
     await calls.begin(2)
 
