@@ -121,6 +121,4 @@ async def take(reader: asyncio.StreamReader) -> AnyMessage:
         message: Any = _decoder.decode(await reader.readexactly(size))
     except asyncio.IncompleteReadError as error:
         raise ConnectionResetError("the other end is gone") from error
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from error
     return message  # type: ignore[no-any-return]

@@ -11,8 +11,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
-import msgspec
-
 from kvladder.children.interface import Interface, Method
 from kvladder.children.messages import (
     AnyMessage,
@@ -174,7 +172,7 @@ class Pipe:
             raise answer.error
         try:
             return method.result(answer.value)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except ValueError as error:  # also of msgspec
             message = f"the result of {method.name} is wrong: {error!r}"
             raise TierError(message, temporary=False) from error
 

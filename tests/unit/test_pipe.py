@@ -351,9 +351,21 @@ async def test_what_no_caller_waits_for_is_reported_to_the_loop() -> None:
 # ---- calls that are cancelled
 
 
-async def test_a_cancelled_call_ends_when_it_has_ended_over_there() -> None:
-    late = list[int]()
-    async with piped(late=lambda: late.append(1), late_s=PATIENCE_S) as ends:
+async def test_a_cancelled_call_ends_when_it_has_ended_over_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, timers = list[int](), list[asyncio.TimerHandle]()
+    loop, late_s = asyncio.get_running_loop(), PATIENCE_S + 1
+    call_later = loop.call_later
+
+    def noted(delay_s: float, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
+        handle = call_later(delay_s, *arguments, **named)
+        if delay_s == late_s:
+            timers.append(handle)
+        return handle
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    async with piped(late=lambda: late.append(1), late_s=late_s) as ends:
         ends.target.obeys = False
         waiting = asyncio.ensure_future(ends.calls.wait("a"))
         await seen(ends.target, "begin a")
@@ -367,6 +379,7 @@ async def test_a_cancelled_call_ends_when_it_has_ended_over_there() -> None:
             await waiting
         assert "end a" in ends.target.events
         assert not late
+        assert [timer.cancelled() for timer in timers] == [True]
         await works(ends)
 
 
