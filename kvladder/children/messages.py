@@ -7,7 +7,7 @@ since both processes map the arena.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 import msgspec
 
@@ -41,8 +41,9 @@ class Done(Message, frozen=True):
 
     @classmethod
     def of(cls, number: int, value: object) -> Self:
-        """Return the answer with this result."""
-        return cls(number, msgspec.Raw(encode(value)))
+        """Return the answer with this result, to send it."""
+        # only a decoder looks at the field's type: so the result is encoded once, with its message
+        return cls(number, cast("msgspec.Raw", value))
 
 
 class Failed(Message, frozen=True):
