@@ -23,7 +23,8 @@ from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
-from kvladder.tiers.ladder.queue import PurgeQueue, QueuedWrite, RemovalQueue, WriteQueue, ranks
+from kvladder.tiers.ladder.purges import PurgeQueue
+from kvladder.tiers.ladder.queue import QueuedWrite, RemovalQueue, WriteQueue, ranks
 from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
@@ -61,9 +62,7 @@ class Level(BaseLevel[int]):
         self._lost: dict[BlockKey, None] = {}
         """Blocks that a shared tier did not deliver or damaged. The next write replaces them there.
         """
-        self.purges = PurgeQueue(shared=spec.tier.shared, busy=lambda: bool(self._removal_queue))
-        self.missed: set[BlockKey | bytes | None] = set()
-        """Removals while the tier was not open: keys, salts, or None for everything."""
+        self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._removal_queue))
 
     # ---- what may be done now
 
@@ -226,8 +225,7 @@ class Level(BaseLevel[int]):
 
         A shared tier forgets them for all engines.
         """
-        if self.client.absent:
-            self.missed.update(keys)
+        self.purges.condemn(*keys)
         recalled = self.recall(keys)
         if self.tier.shared:  # others may have put it there
             foreign = [key for key in keys if key not in self.index and key not in recalled]
@@ -291,17 +289,12 @@ class Level(BaseLevel[int]):
         self._lose("breaker", list(islice(self.write_queue, STEP)))
         return bool(self.write_queue)
 
-    def condemn(self, salt: bytes | None) -> None:
-        """Note that a salt (None: all) is purged, for blocks that the tier recovers later."""
-        if self.client.absent:
-            self.missed.add(salt)
-
     def purge(self, salt: bytes | None) -> None:
         """Queue a purge of a salt, or of everything for None.
 
         A shared tier is purged before anything else is done with it, and is not asked until then.
         Blocks of the salt that are stored there meanwhile are removed again. Another tier erases
-        step by step between writes, once all removals have ended. A purge that fails stays queued.
+        step by step between writes, once all removals have ended.
         """
         self.purges.add(salt)
         if self.tier.shared:
@@ -309,11 +302,6 @@ class Level(BaseLevel[int]):
             self._tombstones.update(key for key, its in writing if salt in {None, its})
             self._removal_queue.purge(salt)
         self._above.wake()
-
-    def purged(self, blocks: int, following: int | None) -> None:
-        """End a step of the first purge: it continues at ``following``, or is over if None."""
-        self.stats.purged += blocks
-        self.purges.done(following)
 
     # ---- what its writer and its readers do, step by step
 
@@ -547,7 +535,7 @@ class Level(BaseLevel[int]):
     def opened(self) -> None:
         """Let the level take part: its tier is open, at start or later."""
         self.client.opened()
-        self.missed.clear()
+        self.purges.missed.clear()
         self._above.wake()
 
     # ---- what is there

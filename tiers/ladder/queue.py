@@ -1,9 +1,9 @@
-"""Queues of a level's tier: blocks to be written, blocks to be removed, purges."""
+"""Queues of a level's tier: blocks to be written, and blocks to be removed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from math import inf
@@ -185,43 +185,6 @@ class WriteQueue:
         assert ranked == {key: pending.meta.priority for key, pending in self._blocks.items()}
         assert all(self._by_priority.values())
         assert all(self._arena.claims(slot) > 0 for slot in self._slots.values())
-
-
-class PurgeQueue:
-    """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
-
-    A ``shared`` tier is purged at once. Another one erases when all removals have ended: not while
-    ``busy`` says that removals, or calls that may write, are left. The stack's lock guards it.
-    """
-
-    def __init__(self, *, shared: bool, busy: Callable[[], bool]) -> None:
-        self._shared = shared
-        self._busy = busy
-        self._todo: list[tuple[bytes | None, int]] = []
-        """Salts, each with the place at which its purge continues."""
-        self._erases_later = False
-
-    def __len__(self) -> int:
-        return len(self._todo)
-
-    def add(self, salt: bytes | None) -> None:
-        """Queue a purge of a salt."""
-        self._todo.append((salt, 0))
-
-    def later(self, *, later: bool) -> None:
-        """Set whether erasing has to wait for more urgent work."""
-        self._erases_later = later
-
-    @property
-    def next(self) -> tuple[bytes | None, int] | None:
-        """The purge that may run now and the place where it continues, or None."""
-        is_due = self._shared or not (self._erases_later or self._busy())
-        return self._todo[0] if self._todo and is_due else None
-
-    def done(self, following: int | None) -> None:
-        """End a step of the first purge: it continues at ``following``, or is over if None."""
-        salt, _ = self._todo[0]
-        self._todo[:1] = [] if following is None else [(salt, following)]
 
 
 class RemovalQueue:

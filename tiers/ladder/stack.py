@@ -428,7 +428,7 @@ class TierStack(StackQueries):
         with self.lock:
             self.shared.purging[refused] += 1
             for lower in levels:
-                lower.condemn(salt)
+                lower.purges.condemn(salt)
                 if lower.tier.shared:
                     lower.purge(salt)
         try:
