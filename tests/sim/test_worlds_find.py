@@ -12,17 +12,18 @@ from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.ladder import client as doors
+from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
 from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
-from kvladder.tiers.ladder.queue import QueuedWrite
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.transit import facts_of
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
@@ -127,13 +128,11 @@ OF_TENANTS: dict[str, tuple[type, str, Any]] = {
 }
 
 
-OF_WISHES: dict[str, tuple[type, str, Any]] = {
+OF_WISHES: dict[str, tuple[Any, str, Any]] = {
     "wishes are forgotten on the way down": (
-        QueuedWrite,
-        "facts",
-        lambda pending, _facts=QueuedWrite.facts, **k: _facts(
-            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), **k
-        ),
+        levels,
+        "facts_of",
+        lambda meta, **k: facts_of(meta._replace(terms=NO_TERMS), **k),
     ),
     "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),
     "nothing expires": (Expiry, "set", nothing),
