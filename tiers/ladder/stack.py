@@ -277,7 +277,8 @@ class TierStack(StackQueries):
             start = max(0, end - self._saving.together(keys[end - 1], STEP))
             keys, slots = keys[start:end], slots[start:end]
         host, arrivals = self.host, self.loader.arrivals
-        metas = self._saving.metas(keys, slots) or ()  # none if a block changed since ``reserve``
+        # none if one of them changed since ``reserve``
+        metas = self._saving.metas(keys, slots) or list[BlockMeta]()
         is_uniform = (
             alike(metas)
             and host.admits(metas[0])
