@@ -138,8 +138,7 @@ class WritesInFlight:
             self.recall(key, salt)
 
     def abandon(self, keys: Iterable[BlockKey]) -> None:
-        """Keep blocks of the write under way beyond its ``end``: an abandoned call may store them.
-        """
+        """Keep blocks of the write under way beyond its ``end``: a call may still store them."""
         for key in keys:
             one = self.abandoned[key] = self.writing[key]
             one.state = _LEFT[one.state]
