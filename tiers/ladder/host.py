@@ -114,9 +114,15 @@ class HostLevel(BaseLevel[Slot]):
         self.shared.arena.release(slots)
 
     def hold(
-        self, keys: Sequence[BlockKey], places: Sequence[Slot], meta: BlockMeta, *, pins: int = 0
+        self,
+        keys: Sequence[BlockKey],
+        places: Sequence[Slot],
+        meta: BlockMeta,
+        *,
+        pins: int = 0,
+        request: int = 0,
     ) -> None:
-        super().hold(keys, places, meta, pins=pins)
+        super().hold(keys, places, meta, pins=pins, request=request)
         for slot in places if self._lent else ():
             self._lent.pop(slot, None)
 

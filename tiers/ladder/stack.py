@@ -248,20 +248,20 @@ class TierStack(StackQueries):
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
         parts: list[Sequence[BlockKey]] = []
-        end = len(keys)
+        end, request = len(keys), next(self.shared.requests)
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
                 start, part, places = 0, keys, slots
                 if len(keys) > STEP:
                     start = max(0, end - self._saving.together(keys[end - 1], STEP))
                     part, places = keys[start:end], slots[start:end]
-                if self._publish_bulk(part, places):
+                if self._publish_bulk(part, places, request):
                     stored = part
                 else:
                     if len(part) > STEP:
                         start += len(part) - STEP
                         part, places = part[-STEP:], places[-STEP:]
-                    stored = self._publish_each(part, places)
+                    stored = self._publish_each(part, places, request)
                 self.host.stats.stored += len(stored)
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
@@ -276,7 +276,7 @@ class TierStack(StackQueries):
         if self._closed:
             raise ClosedError("the cache is closed")
 
-    def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> bool:
+    def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot], request: int) -> bool:
         """Hold all of these in host, tail first, if none of them changed since ``reserve``.
 
         Otherwise changes nothing and returns False.
@@ -291,10 +291,12 @@ class TierStack(StackQueries):
         ):
             return False
         self._saving.done(keys)
-        self.host.hold(keys[::-1], slots[::-1], metas[0])
+        self.host.hold(keys[::-1], slots[::-1], metas[0], request=request)
         return True
 
-    def _publish_each(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[BlockKey]:
+    def _publish_each(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], request: int
+    ) -> list[BlockKey]:
         """Publish blocks one by one, tail first, and return those that are in host now."""
         stored: list[BlockKey] = []
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
@@ -303,7 +305,7 @@ class TierStack(StackQueries):
                 # it was removed or saved anew meanwhile, or is being read from a level below
                 self.shared.arena.release([slot])
             elif self.host.admits(meta):
-                self.host.hold([key], [slot], meta)
+                self.host.hold([key], [slot], meta, request=request)
                 stored.append(key)
             else:
                 self._send_down(key, slot, meta)

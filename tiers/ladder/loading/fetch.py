@@ -118,6 +118,8 @@ class Fetch:
         """Compute that the engine avoids if all blocks come; None has them fetched in any case."""
         self.patience: Patience | None = None
         """Limit of the wait that is worth it; None waits up to the deadline."""
+        self.request = next(shared.requests)
+        """Number of this fetch; no other fetch or save of the stack has it."""
         self._stack = stack
         self.salt = salt
         """Digest of the cache salt that is bound into the keys."""
