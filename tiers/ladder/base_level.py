@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol
@@ -152,7 +152,7 @@ class Shared:
     """Salts that are being purged: no level takes their blocks meanwhile."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
-    requests: Iterator[int] = field(default_factory=partial(count, 1))
+    requests: Iterator[int] = field(default_factory=lambda: count(1))
     """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
     """
 
