@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import SetFetch
-from kvladder.policy.eviction import PRIORITY_MIN
+from kvladder.policy.eviction import PRIORITY_MIN, EvictionPolicy, PrioritizedLRU
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
@@ -41,6 +41,8 @@ class World:
 
     Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
     """
+
+    make_policy: Callable[[], EvictionPolicy] = staticmethod(PrioritizedLRU)
 
     def __init__(self, knobs: Knobs, seed: int) -> None:
         self.knobs = knobs
@@ -84,7 +86,14 @@ class World:
             if isinstance(tier, SharedFakeTier):
                 tier.removable = self._condemned.__contains__
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, shares=level.shares)
+            LevelSpec(
+                tier,
+                level.rule,
+                level.capacity_blocks,
+                level.edged,
+                shares=level.shares,
+                policy=self.make_policy(),
+            )
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
@@ -103,6 +112,7 @@ class World:
             fetch_blocks_max=knobs.fetch_blocks_max,
             threads=threads,
             shares=knobs.shares,
+            policy=self.make_policy(),
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager

@@ -249,10 +249,10 @@ class TierStack(StackQueries):
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
         parts: list[Sequence[BlockKey]] = []
-        end = len(keys)
+        end, request = len(keys), next(self.shared.requests)
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
-                stored, end = self._publish(keys, slots, end)
+                stored, end = self._publish(keys, slots, end, request)
                 self.host.stats.stored += len(stored)
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
@@ -267,7 +267,7 @@ class TierStack(StackQueries):
             raise ClosedError("the cache is closed")
 
     def _publish(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], end: int
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], end: int, request: int
     ) -> tuple[Sequence[BlockKey], int]:
         """Publish a step of blocks that ends before position ``end``.
 
@@ -288,7 +288,7 @@ class TierStack(StackQueries):
         )
         if is_uniform:  # as mostly; one by one, 2048 blocks take eight times as long
             self._saving.done(keys)
-            host.hold(keys[::-1], slots[::-1], metas[0])
+            host.hold(keys[::-1], slots[::-1], metas[0], request=request)
             return keys, start
         start += max(0, len(keys) - STEP)
         stored: list[BlockKey] = []
@@ -298,7 +298,7 @@ class TierStack(StackQueries):
                 # it was removed or saved anew meanwhile, or is being read from a level below
                 self.shared.arena.release([slot])
             elif host.admits(meta):
-                host.hold([key], [slot], meta)
+                host.hold([key], [slot], meta, request=request)
                 stored.append(key)
             else:
                 self._send_down(key, slot, meta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Protocol
@@ -95,6 +95,7 @@ class Fetch:
     the slots are reused: keep it as long as a copy reads them.
     """
 
+    _number = 0
     _released = True
 
     def __init__(
@@ -143,6 +144,11 @@ class Fetch:
         self._waiting.update([at for at, slot in enumerate(slots, first) if slot == NO_SLOT])
         self._slots += slots
         self._sources += sources
+
+    def number(self, numbers: Iterator[int]) -> int:
+        """Return the number of this fetch: the next of ``numbers`` when it is first asked for."""
+        self._number = self._number or next(numbers)
+        return self._number
 
     def fill(self, slots: Sequence[Slot], source: str) -> None:
         """Append blocks of the prefix that are all there, in this level."""

@@ -472,7 +472,8 @@ class Loader:
         keys, slots = [one.key for one in batch], [one.slot for one in batch]
         self.arrivals.pop_all(keys)
         self._shared.arena.share(slots)
-        host.hold(keys[::-1], slots[::-1], meta, pins=1)
+        request = fetch.number(self._shared.requests)
+        host.hold(keys[::-1], slots[::-1], meta, pins=1, request=request)
         fetch.arrived(positions, slots, level.name)
         level.stats.hits += len(keys)
         self._shared.events.stored(host.name, keys)
@@ -487,7 +488,8 @@ class Loader:
         self._shared.arena.share([slot] * len(wanted))
         is_taken = self._host.admits(arrival.meta)
         if is_taken:
-            self._host.hold([key], [slot], arrival.meta, pins=len(wanted))
+            request = 0 if arrival.fetch is None else arrival.fetch.number(self._shared.requests)
+            self._host.hold([key], [slot], arrival.meta, pins=len(wanted), request=request)
         else:
             self._shared.arena.release([slot])
         for fetch, index in wanted:
