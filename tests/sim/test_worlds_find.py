@@ -17,6 +17,7 @@ from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.grow import FetchGrower
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.queue import QueuedWrite
 from kvladder.tiers.ladder.records.index import LevelIndex
@@ -46,13 +47,13 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call, _unpin = TierClient.call, Loader.unpin
+_call, _unpin = TierClient.call, FetchGrower.unpin
 _recall, _remove_later = Level.recall, Level.remove_later
 
 
-def claimed(loader: Loader, keys: Any, slots: Any) -> None:
-    loader._shared.arena.share(slots)
-    _unpin(loader, keys, slots)
+def claimed(grower: FetchGrower, keys: Any, slots: Any) -> None:
+    grower._shared.arena.share(slots)
+    _unpin(grower, keys, slots)
 
 
 async def unclaimed(client: TierClient, *arguments: Any, slots: Any = (), **options: Any) -> Any:
@@ -93,7 +94,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     ),
     "a place is not given back": (PlaceAllocator, "give", nothing),
     "a fetch keeps a claim": (
-        Loader,
+        FetchGrower,
         "unpin",
         claimed,
     ),
