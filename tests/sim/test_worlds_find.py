@@ -17,6 +17,7 @@ from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading import reads
 from kvladder.tiers.ladder.loading.grow import FetchGrower
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.queue import QueuedWrite
@@ -73,13 +74,14 @@ def not_of_a_salt(level: Level, keys: Any, salt: Any = None) -> set[Any]:
     return set() if salt else _recall(level, keys, salt)
 
 
-FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "damage is not noticed": (
         FakeTier,
         "_sound",
         lambda tier, item: tier._record(item) is not None,
     ),
     "a removal does not reach loads under way": (Loader, "recall", nothing),
+    "reads keep the state in which they began": (reads, "become", nothing),
     "a removal does not reach writes under way": (Level, "recall", not_those_of),
     "thresholds are ignored": (OffloadRule, "admits", lambda *_: True),
     "what is loaded from is not pinned": (
