@@ -55,8 +55,6 @@ class PendingRead(LevelRead):
     The stack's lock is held around every use.
     """
 
-    state: ReadState = ReadState.READING
-    """Set by ``become`` alone."""
     others: list[tuple[Fetch, int]] | None = None
     """Fetches that wait for it beside ``fetch``, with positions."""
 
@@ -72,6 +70,9 @@ class PendingRead(LevelRead):
         position: int,
     ) -> None:
         super().__init__(side, key, place, slot)
+        # here and not in the class: an attribute that is added later may cost each read a dict
+        self.state = ReadState.READING
+        """Set by ``become`` alone."""
         self.meta = meta
         self.level = level
         self.fetch = fetch
