@@ -28,6 +28,9 @@ class ReadState(IntEnum):
     """The block does not come; its slot is free."""
 
 
+READING = ReadState.READING
+"""A constant of the module, as a member of an enum is slow to look up for each block."""
+
 NEXT: Mapping[ReadState, tuple[ReadState, ...]] = {
     ReadState.READING: (
         ReadState.LANDED,
@@ -71,7 +74,7 @@ class PendingRead(LevelRead):
     ) -> None:
         super().__init__(side, key, place, slot)
         # here and not in the class: an attribute that is added later may cost each read a dict
-        self.state = ReadState.READING
+        self.state = READING
         """Set by ``become`` alone."""
         self.meta = meta
         self.level = level

@@ -17,6 +17,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.pending import (
     NEXT,
+    READING,
     PendingRead,
     ReadState,
     become,
@@ -25,8 +26,6 @@ from kvladder.tiers.ladder.loading.pending import (
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, among, source
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.records.index import alike
-
-READING = ReadState.READING
 
 
 class ReadBatch(NamedTuple):
