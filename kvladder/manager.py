@@ -295,6 +295,8 @@ class CacheManager:
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
+        If several requests save a block, it may be in every level, and last as long, as any allows.
+
         Parameters
         ----------
         keys:
@@ -319,8 +321,6 @@ class CacheManager:
         session:
             The session that they are saved for. Its end gives up the blocks that it brought in.
 
-        If several requests save a block, it may be in every level, and last as long, as any allows.
-
         Raises
         ------
         ValueError
@@ -332,8 +332,7 @@ class CacheManager:
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
         if priorities is not None or durations_s is not None:
-            require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
-            priorities, durations_s = self._clipped(priorities, durations_s)
+            priorities, durations_s = self._clipped(len(keys), priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = self.terms(levels, expires_s, salt, group)
         metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)
@@ -351,9 +350,13 @@ class CacheManager:
         return Save(self._stack, kept, indices, slots, floor, end)
 
     def _clipped(
-        self, priorities: Sequence[int] | None, durations_s: Sequence[float | None] | None
+        self,
+        blocks: int,
+        priorities: Sequence[int] | None,
+        durations_s: Sequence[float | None] | None,
     ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
         """Return priorities and durations within ``limits``; count and report those above."""
+        require_one_each(blocks, priorities=priorities, durations_s=durations_s)
         if priorities is None or self._limits == NO_LIMITS:
             return priorities, durations_s
         said, lasting, count = self._limits.clipped(

@@ -368,7 +368,7 @@ class World:
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
         clean &= all(level.client.open(kind) for level in levels for kind in KINDS)
-        clean &= not any(level._removal_queue.behind for level in levels)
+        clean &= not any(level.abandoned for level in levels)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()

@@ -12,6 +12,7 @@ from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.ladder import client as doors
+from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
 from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
@@ -20,11 +21,11 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading import reads
 from kvladder.tiers.ladder.loading.grow import FetchGrower
 from kvladder.tiers.ladder.loading.loader import Loader
-from kvladder.tiers.ladder.queue import QueuedWrite
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.transit import WritesInFlight, WriteState, facts_of
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
@@ -50,6 +51,7 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
 
 _call, _unpin = TierClient.call, FetchGrower.unpin
 _recall, _remove_later = Level.recall, Level.remove_later
+_abandon = WritesInFlight.abandon
 
 
 def claimed(grower: FetchGrower, keys: Any, slots: Any) -> None:
@@ -72,6 +74,13 @@ def as_if_nobody_wished(level: Level, items: Any) -> None:
 
 def not_of_a_salt(level: Level, keys: Any, salt: Any = None) -> set[Any]:
     return set() if salt else _recall(level, keys, salt)
+
+
+def as_if_not_removed(in_flight: WritesInFlight, keys: Any) -> None:
+    keys = [*keys]
+    _abandon(in_flight, keys)
+    for key in keys:
+        in_flight.abandoned[key].state = WriteState.ABANDONED
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -130,13 +139,11 @@ OF_TENANTS: dict[str, tuple[type, str, Any]] = {
 }
 
 
-OF_WISHES: dict[str, tuple[type, str, Any]] = {
+OF_WISHES: dict[str, tuple[Any, str, Any]] = {
     "wishes are forgotten on the way down": (
-        QueuedWrite,
-        "facts",
-        lambda pending, _facts=QueuedWrite.facts, **k: _facts(
-            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), **k
-        ),
+        levels,
+        "facts_of",
+        lambda meta, **k: facts_of(meta._replace(terms=NO_TERMS), **k),
     ),
     "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),
     "nothing expires": (Expiry, "set", nothing),
@@ -149,6 +156,7 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
 OF_SHARED: dict[str, tuple[type, str, Any]] = {
     "what a level gives up is gone for everybody": (Level, "_let_go", Level.remove_later),
     "bytes that were of no use here are gone for everybody": (Level, "discard", Level.remove),
+    "a removal ends with the time of a write": (WritesInFlight, "abandon", as_if_not_removed),
     "a removal does not reach others": (Level, "remove_later", as_if_nobody_wished),
 }
 

@@ -116,7 +116,7 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
         cache.save(mine, salt="tenant")
         cache.save(cache.keys(2), salt="another")
         await asyncio.sleep(2.0)
-        assert len(cache.levels[0]._removal_queue.behind) == 2
+        assert cache.levels[0].abandoned == 2
         if purges:
             list(cache.manager.purge("tenant"))
         else:

@@ -182,7 +182,7 @@ class StackCallbacks(Protocol):
         """Return the level below ``level`` that should get the block when it leaves, if any."""
         ...
 
-    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+    def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:
         """Note that blocks which were offered to the level are stored, or given up."""
         ...
 

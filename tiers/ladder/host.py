@@ -133,10 +133,8 @@ class HostLevel(BaseLevel[Slot]):
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
             self._evict(gone)
         slots = arena.lease(min(count, arena.free)) or []
-        if has_quota:
-            self.index.lent.update(dict.fromkeys(slots, salt))
-        for slot in slots if self.index.lent and not has_quota else ():
-            self.index.lent.pop(slot, None)
+        if has_quota or self.index.lent:
+            self.index.lend(slots, salt if has_quota else b"")
         return slots
 
     def _evict(self, gone: Sequence[BlockKey]) -> None:
@@ -148,12 +146,9 @@ class HostLevel(BaseLevel[Slot]):
 
     def _within_quota(self, count: int, priority: int, salt: bytes) -> int:
         """Return how many slots blocks of a salt may get; evict some of its own for them."""
-        claims = self.shared.arena.claims
-        coming = sum(its == salt for its in self.index.lent.values())
-        if self.index.spare(salt) - coming < count:  # slots given back meanwhile count no more
-            self.index.lent = {slot: its for slot, its in self.index.lent.items() if claims(slot)}
-            coming = sum(its == salt for its in self.index.lent.values())
-        room = int(min(count, self.index.spare(salt) - coming))
+        if self.index.spare(salt) - self.index.coming(salt) < count:
+            self.index.regain(self.shared.arena.claims)
+        room = int(min(count, self.index.spare(salt) - self.index.coming(salt)))
         if room == count:
             return count
         short = count - room
@@ -215,7 +210,7 @@ class HostLevel(BaseLevel[Slot]):
             found += lacks
         return found
 
-    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+    def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:
         """Note that a level stored these blocks or gave them up: those that are here may go."""
         for key in keys if self._refused or not stored else ():
             refused = self._refused.pop(key, 0) & ~level.bit

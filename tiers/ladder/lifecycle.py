@@ -178,7 +178,7 @@ class LevelLifecycle:
         if level.rule.ttl_s is not None:  # or else a clock that ran ahead would keep them for ever
             blocks = [*map(_until(wall_s + level.rule.ttl_s), blocks)]
         with level.shared.lock:
-            missed = level.missed
+            missed = level.purges.missed
             kept = [
                 block
                 for block in blocks

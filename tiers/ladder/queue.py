@@ -1,54 +1,16 @@
-"""Queues of a level's tier: blocks to be written, blocks to be removed, purges."""
+"""Queues of a level's tier: blocks to be written, and blocks to be removed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from itertools import islice
-from math import inf
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey, Book, by_key, unseen
-from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.tiers.context import Clock
-from kvladder.tiers.label import Facts, Ref
+from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.records.index import BlockMeta, runs
-from kvladder.tiers.ladder.records.terms import NO_TERMS
-
-
-class QueuedWrite(NamedTuple):
-    """Facts about blocks on their way into a level: one object for all that are alike."""
-
-    meta: BlockMeta
-    since_s: float
-    """Loop time at which it was offered."""
-
-    def facts(self, *, ttl_s: float | None, clock: Clock) -> Facts:
-        """Return what a level with this TTL stores with the block.
-
-        A priority that ends is not stored: after a restart it has ended.
-        """
-        meta = self.meta
-        if ttl_s is None and meta.until_s == inf and meta.terms == NO_TERMS:
-            return Facts(meta.priority, meta.floor)
-        left_s = min(inf if ttl_s is None else ttl_s, meta.terms.expires_s - clock.now())
-        return Facts(
-            meta.priority if meta.until_s == inf else min(meta.priority, PRIORITY_DEFAULT),
-            meta.floor,
-            None if left_s == inf else clock.wall() + left_s,
-            meta.terms.salt,
-            meta.terms.packed(),
-        )
-
-
-def ranks(blocks: Iterable[QueuedWrite]) -> dict[bytes, list[int]]:
-    """Return the priorities of blocks by salt, the highest first."""
-    found: dict[bytes, list[int]] = {}
-    for one in blocks:
-        found.setdefault(one.meta.terms.salt, []).append(one.meta.priority)
-    return {salt: sorted(said, reverse=True) for salt, said in found.items()}
+from kvladder.tiers.ladder.transit import PendingWrite, ranks
 
 
 class WriteQueue:
@@ -60,9 +22,9 @@ class WriteQueue:
     def __init__(self, arena: Arena, *, blocks_max: int) -> None:
         self._arena = arena
         self._max = blocks_max
-        self._blocks: dict[BlockKey, QueuedWrite] = {}
-        self._slots: dict[BlockKey, Slot] = {}
-        self._by_priority: dict[int, dict[BlockKey, QueuedWrite]] = {}
+        self._blocks: dict[BlockKey, PendingWrite] = {}
+        self._by_priority: dict[int, dict[BlockKey, PendingWrite]] | None = None
+        """The same by priority; None while all have the same one, as they mostly do."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -75,25 +37,32 @@ class WriteQueue:
 
         None if there is room, or if every queued block has this priority or more; see ``full``.
         """
-        if not self.full or min(self._by_priority) >= priority:
+        if not self.full:
             return None
-        return next(reversed(self._by_priority[min(self._by_priority)]))
+        ranked = self._by_priority or {self._priority: self._blocks}
+        lowest = min(ranked)
+        return None if lowest >= priority else next(reversed(ranked[lowest]))
+
+    @property
+    def _priority(self) -> int:
+        """Priority of the oldest block."""
+        return next(iter(self._blocks.values())).meta.priority
 
     @property
     def full(self) -> bool:
         """True if nothing more fits."""
         return len(self._blocks) >= self._max
 
-    def __getitem__(self, key: BlockKey) -> QueuedWrite:
+    def __getitem__(self, key: BlockKey) -> PendingWrite:
         return self._blocks[key]
 
-    def get(self, key: BlockKey) -> QueuedWrite | None:
+    def get(self, key: BlockKey) -> PendingWrite | None:
         """Return the block if it is queued, else None."""
         return self._blocks.get(key)
 
-    def oldest(self, count: int) -> Iterable[tuple[BlockKey, QueuedWrite]]:
+    def oldest(self, count: int) -> Iterable[PendingWrite]:
         """Return the oldest blocks, at most ``count``; do not change the queue meanwhile."""
-        return islice(self._blocks.items(), count)
+        return islice(self._blocks.values(), count)
 
     @property
     def room(self) -> int:
@@ -114,11 +83,18 @@ class WriteQueue:
         """Queue blocks, in that order, and take a claim on their slots; there must be room."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
-        self._slots.update(zip(keys, slots, strict=True))
-        for meta, run in runs(metas):
-            same = dict.fromkeys(keys[run], QueuedWrite(meta, now_s))
-            self._blocks.update(same)
-            self._by_priority.setdefault(meta.priority, {}).update(same)
+        new = [*map(PendingWrite, keys, slots, metas, repeat(now_s))]
+        if self._by_priority is None and self._differ(metas):
+            self._by_priority = {self._priority: self._blocks.copy()} if self._blocks else {}
+        self._blocks.update(zip(keys, new, strict=True))
+        if (ranked := self._by_priority) is not None:
+            for one in new:
+                ranked.setdefault(one.meta.priority, {})[one.key] = one
+
+    def _differ(self, metas: Sequence[BlockMeta]) -> bool:
+        """Return whether new blocks with these metas make the queued ones differ in priority."""
+        found = {meta.priority for meta, _ in runs(metas)}
+        return len(found | {self._priority} if self._blocks else found) > 1
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Return those of ``keys`` that are queued."""
@@ -126,8 +102,10 @@ class WriteQueue:
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
         """Drop blocks from the queue and release their slots."""
-        _, slots = self.take(keys)
-        self._arena.release([*slots.values()])
+        dropped = self.take(keys).values()
+        self._arena.release([one.slot for one in dropped])
+        for one in dropped:
+            one.give_up()
 
     def above(self, keys: Sequence[BlockKey], spare: Mapping[bytes, float]) -> list[BlockKey]:
         """Return those of ``keys`` that exceed what their salts have to spare.
@@ -153,25 +131,23 @@ class WriteQueue:
         """
         return sorted(self.among(keys), key=lambda key: -self._blocks[key].meta.priority)
 
-    def take(
-        self, keys: Iterable[BlockKey]
-    ) -> tuple[dict[BlockKey, QueuedWrite], dict[BlockKey, Slot]]:
-        """Take these blocks and their slots out, the highest priority first.
+    def take(self, keys: Iterable[BlockKey]) -> dict[BlockKey, PendingWrite]:
+        """Take these blocks out, the highest priority first.
 
-        The claims on the slots go to the caller.
+        The claims on their slots go to the caller.
         """
         taken = {key: self._blocks.pop(key) for key in keys}
-        slots = {key: self._slots.pop(key) for key in taken}
-        if len(self._by_priority) > 1:
+        ranked = self._by_priority
+        if ranked is not None:
             taken = dict(sorted(taken.items(), key=lambda one: -one[1].meta.priority))
-        if not self._blocks:
-            self._by_priority.clear()
-        for priority, same in list(self._by_priority.items()):
-            for key in filter(same.__contains__, taken):
+            for key, one in taken.items():
+                same = ranked[one.meta.priority]
                 del same[key]
-            if not same:
-                del self._by_priority[priority]
-        return taken, slots
+                if not same:
+                    del ranked[one.meta.priority]
+            if len(ranked) <= 1:
+                self._by_priority = None
+        return taken
 
     def __iter__(self) -> Iterator[BlockKey]:
         """Iterate over all keys, oldest first; do not change the queue meanwhile."""
@@ -180,54 +156,20 @@ class WriteQueue:
     def check(self) -> None:
         """Assert bounds and claims; for tests."""
         assert len(self._blocks) <= self._max
-        assert self._slots.keys() == self._blocks.keys()
-        ranked = {k: n for n, keys in self._by_priority.items() for k in keys}
-        assert ranked == {key: pending.meta.priority for key, pending in self._blocks.items()}
-        assert all(self._by_priority.values())
-        assert all(self._arena.claims(slot) > 0 for slot in self._slots.values())
-
-
-class PurgeQueue:
-    """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
-
-    A ``shared`` tier is purged at once. Another one erases when all removals have ended: not while
-    ``busy`` says that removals, or calls that may write, are left. The stack's lock guards it.
-    """
-
-    def __init__(self, *, shared: bool, busy: Callable[[], bool]) -> None:
-        self._shared = shared
-        self._busy = busy
-        self._todo: list[tuple[bytes | None, int]] = []
-        """Salts, each with the place at which its purge continues."""
-        self._erases_later = False
-
-    def __len__(self) -> int:
-        return len(self._todo)
-
-    def add(self, salt: bytes | None) -> None:
-        """Queue a purge of a salt."""
-        self._todo.append((salt, 0))
-
-    def later(self, *, later: bool) -> None:
-        """Set whether erasing has to wait for more urgent work."""
-        self._erases_later = later
-
-    @property
-    def next(self) -> tuple[bytes | None, int] | None:
-        """The purge that may run now and the place where it continues, or None."""
-        is_due = self._shared or not (self._erases_later or self._busy())
-        return self._todo[0] if self._todo and is_due else None
-
-    def done(self, following: int | None) -> None:
-        """End a step of the first purge: it continues at ``following``, or is over if None."""
-        salt, _ = self._todo[0]
-        self._todo[:1] = [] if following is None else [(salt, following)]
+        ranked = self._by_priority
+        if ranked is not None:
+            found = {key: priority for priority, same in ranked.items() for key in same}
+            assert found == {key: one.meta.priority for key, one in self._blocks.items()}
+            assert all(ranked.values())
+        else:
+            assert len({one.meta.priority for one in self._blocks.values()}) <= 1
+        assert all(self._arena.claims(one.slot) > 0 for one in self._blocks.values())
 
 
 class RemovalQueue:
-    """Queues removals, first in, first out, and keeps the blocks of abandoned calls.
+    """Queues removals, first in, first out, and keeps the blocks of abandoned ones.
 
-    A block is in it until its removal, or the abandoned call, has ended. The stack's lock is held
+    A block is in it until its removal, abandoned or not, has ended. The stack's lock is held
     around every call. A level of ``blocks_max`` blocks may lose them all at once.
     """
 
@@ -238,16 +180,14 @@ class RemovalQueue:
         self._places: deque[int] = unseen(deque())
         """Places of the queued blocks, in the order of ``_keys``."""
         self._removals: Book[int] = by_key(blocks_max)
-        self.behind: dict[BlockKey, bytes] = {}
-        """Blocks of abandoned writes and removals that have not ended, and their salts."""
-        self._unwanted: set[BlockKey] = set()
-        """Blocks among these that a user removed or purged meanwhile."""
+        self.abandoned: set[BlockKey] = set()
+        """Blocks of abandoned removals that have not ended."""
 
     def __len__(self) -> int:
-        return self.removing + len(self.behind)
+        return self.removing + len(self.abandoned)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._removals or key in self.behind
+        return key in self._removals or key in self.abandoned
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Return those of ``keys`` that are being removed."""
@@ -284,33 +224,7 @@ class RemovalQueue:
             else:
                 self._removals[key] -= 1
 
-    def leave_behind(
-        self, salts: Mapping[BlockKey, bytes], unwanted: AbstractSet[BlockKey] = frozenset()
-    ) -> None:
-        """Keep the blocks of an abandoned call, with their salts; some are unwanted by now."""
-        self.behind.update(salts)
-        self._unwanted |= unwanted & self.behind.keys()
-
-    def recall(self, key: BlockKey) -> bool:
-        """Mark the block as unwanted, and return whether an abandoned call may still store it."""
-        if key in self.behind:
-            self._unwanted.add(key)
-        return key in self.behind
-
-    def purge(self, salt: bytes | None) -> None:
-        """``recall`` all blocks of a salt, or all blocks for None."""
-        self._unwanted.update(key for key, its in self.behind.items() if salt in {None, its})
-
-    def come_back(self, keys: AbstractSet[BlockKey]) -> AbstractSet[BlockKey]:
-        """Forget the blocks of an abandoned call that has ended, and return which are unwanted."""
-        for key in keys:
-            self.behind.pop(key, None)
-        unwanted = self._unwanted & keys
-        self._unwanted -= keys
-        return unwanted
-
     def check(self) -> None:
         """Assert that counts agree; for tests."""
-        assert self._unwanted <= self.behind.keys()
         assert sum(self._removals.values()) == self.removing >= len(self._keys)
         assert len(self._keys) == len(self._places)

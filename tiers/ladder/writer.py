@@ -96,7 +96,7 @@ class Writer:
         done = await self._client.purge(*purge)
         if done is not None:
             with self._lock:
-                self._level.purged(*done)
+                self._level.purges.done(*done)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget these blocks; if it fails, they are queued again."""

@@ -54,6 +54,22 @@ class Tenanted(ABC, Generic[P]):
             self._until.put(place, inf)
             self._reprioritize(place, self.tenants.base)
 
+    def lend(self, places: Sequence[P], salt: bytes) -> None:
+        """Note that places are leased for blocks of a salt; an empty one has no limit."""
+        if salt:
+            self.lent.update(dict.fromkeys(places, salt))
+        else:
+            for place in places:
+                self.lent.pop(place, None)
+
+    def coming(self, salt: bytes) -> int:
+        """Return how many places are leased for blocks of a salt and hold none yet."""
+        return sum(its == salt for its in self.lent.values())
+
+    def regain(self, claims: Callable[[P], int]) -> None:
+        """Forget leased places that were given back: those without ``claims``."""
+        self.lent = {place: salt for place, salt in self.lent.items() if claims(place)}
+
     def spare(self, salt: bytes) -> float:
         """Return how many more blocks of a salt there may be; negative if there are too many."""
         return inf if self.tenants is None else self.tenants.spare(salt)
