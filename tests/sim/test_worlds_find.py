@@ -18,6 +18,8 @@ from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading import reads
+from kvladder.tiers.ladder.loading.grow import FetchGrower
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
@@ -47,14 +49,14 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call, _unpin = TierClient.call, Loader.unpin
+_call, _unpin = TierClient.call, FetchGrower.unpin
 _recall, _remove_later = Level.recall, Level.remove_later
 _abandon = WritesInFlight.abandon
 
 
-def claimed(loader: Loader, keys: Any, slots: Any) -> None:
-    loader._shared.arena.share(slots)
-    _unpin(loader, keys, slots)
+def claimed(grower: FetchGrower, keys: Any, slots: Any) -> None:
+    grower._shared.arena.share(slots)
+    _unpin(grower, keys, slots)
 
 
 async def unclaimed(client: TierClient, *arguments: Any, slots: Any = (), **options: Any) -> Any:
@@ -81,13 +83,14 @@ def as_if_not_removed(in_flight: WritesInFlight, keys: Any) -> None:
         in_flight.abandoned[key].state = WriteState.ABANDONED
 
 
-FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "damage is not noticed": (
         FakeTier,
         "_sound",
         lambda tier, item: tier._record(item) is not None,
     ),
     "a removal does not reach loads under way": (Loader, "recall", nothing),
+    "reads keep the state in which they began": (reads, "become", nothing),
     "a removal does not reach writes under way": (Level, "recall", not_those_of),
     "thresholds are ignored": (OffloadRule, "admits", lambda *_: True),
     "what is loaded from is not pinned": (
@@ -102,7 +105,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     ),
     "a place is not given back": (PlaceAllocator, "give", nothing),
     "a fetch keeps a claim": (
-        Loader,
+        FetchGrower,
         "unpin",
         claimed,
     ),

@@ -1,4 +1,4 @@
-"""One request's load from the stack, and the blocks on their way to host slots."""
+"""One request's load from the stack."""
 
 from __future__ import annotations
 
@@ -8,67 +8,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.fetch_cost import AvoidedCompute, Patience
-from kvladder.tiers.label import LevelRead, SlotAccess
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.records.index import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE
-
-if TYPE_CHECKING:
-    from kvladder.tiers.ladder.level import Level
-
-
-class PendingRead(LevelRead):
-    """A block on its way from a colder level into a slot; at most one per key (single flight).
-
-    It is the read that the level is given, with the claim on its slot: one object for each block.
-    """
-
-    dead = False
-    """True if the key was removed meanwhile: the bytes that arrive are thrown away."""
-    others: list[tuple[Fetch, int]] | None = None
-    """Fetches that wait for it beside ``fetch``, with positions."""
-
-    def __init__(
-        self,
-        side: SlotAccess,
-        key: BlockKey,
-        place: int,
-        slot: Slot,
-        meta: BlockMeta,
-        level: Level,
-        fetch: Fetch | None,
-        position: int,
-    ) -> None:
-        super().__init__(side, key, place, slot)
-        self.meta = meta
-        self.level = level
-        self.fetch = fetch
-        """First fetch that waits for it; ``position`` is the block's place in its prefix."""
-        self.position = position
-
-    @property
-    def waiters(self) -> list[tuple[Fetch, int]]:
-        """Fetches that wait for it, and the block's position in the prefix of each."""
-        first = [] if self.fetch is None else [(self.fetch, self.position)]
-        return first + (self.others or [])
-
-    def join(self, fetch: Fetch, position: int) -> None:
-        """Add a fetch that waits for it."""
-        if self.fetch is None:
-            self.fetch, self.position = fetch, position
-        elif self.others is None:
-            self.others = [(fetch, position)]
-        else:
-            self.others.append((fetch, position))
-
-    def recall(self) -> None:
-        """Note that the key was removed."""
-        self.dead = True
 
 
 class Pins(Protocol):
