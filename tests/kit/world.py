@@ -467,6 +467,8 @@ class World:
     def check(self) -> None:
         """Every invariant, after every step."""
         self.manager.check()
+        for request in self.requests:
+            request.fetch.check()
         self._require_rules_kept()
         self._check_slots()
         host = self.cache.stack.host
