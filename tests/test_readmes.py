@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvladder.tiers.ladder.loading import pending
-from kvladder.tiers.ladder.transit import NEXT, WriteState
+from kvladder.tiers.ladder.writing.transit import NEXT, WriteState
 from tests.kit.source import LINKS, ROOT
 
 PAGES = [page for folder in LINKS for page in sorted((ROOT / folder).rglob("README.md"))]

@@ -20,9 +20,9 @@ from kvladder.lock import STEP
 from kvladder.manager import BatchedFetch, CacheManager, SetFetch
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
-from kvladder.tiers.ladder.transit import facts_of
+from kvladder.tiers.ladder.writing.transit import facts_of
 from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")

@@ -25,8 +25,8 @@ from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
-from kvladder.tiers.ladder.transit import WritesInFlight, WriteState, facts_of
-from kvladder.tiers.ladder.writer import Writer
+from kvladder.tiers.ladder.writing.transit import WritesInFlight, WriteState, facts_of
+from kvladder.tiers.ladder.writing.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
 

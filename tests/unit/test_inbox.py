@@ -9,9 +9,9 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.queue import WriteQueue
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
+from kvladder.tiers.ladder.writing.queue import WriteQueue
 
 
 @pytest.fixture

@@ -8,10 +8,16 @@ import pytest
 
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.queue import WriteQueue
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
-from kvladder.tiers.ladder.transit import NEXT, PendingWrite, WritesInFlight, WriteState, reachable
+from kvladder.tiers.ladder.writing.queue import WriteQueue
+from kvladder.tiers.ladder.writing.transit import (
+    NEXT,
+    PendingWrite,
+    WritesInFlight,
+    WriteState,
+    reachable,
+)
 
 A, B, C = (BlockKey(name * 32) for name in (b"a", b"b", b"c"))
 

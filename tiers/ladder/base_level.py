@@ -22,7 +22,8 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
-from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex, P
+from kvladder.tiers.ladder.records.index import LevelIndex, P
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
 
 if TYPE_CHECKING:

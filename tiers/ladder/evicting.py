@@ -15,9 +15,9 @@ from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
 from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
-from kvladder.tiers.ladder.queue import RemovalQueue
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.writing.queue import RemovalQueue
 
 LOST_MAX = 4096
 """Most blocks that are remembered as lost or damaged by a shared tier."""

@@ -18,7 +18,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import HOST, Terms
 
 CLEAN_MAX = 4 * BATCH

@@ -24,11 +24,11 @@ from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel
-from kvladder.tiers.ladder.purges import PurgeQueue
-from kvladder.tiers.ladder.queue import WriteQueue
-from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
-from kvladder.tiers.ladder.transit import WritesInFlight, facts_of, ranks
+from kvladder.tiers.ladder.writing.purges import PurgeQueue
+from kvladder.tiers.ladder.writing.queue import WriteQueue
+from kvladder.tiers.ladder.writing.transit import WritesInFlight, facts_of, ranks
 
 
 class Level(EvictingLevel):

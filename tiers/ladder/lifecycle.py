@@ -18,7 +18,7 @@ from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import contained
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.writer import Writer
+from kvladder.tiers.ladder.writing.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
 """Time that the start of a cache waits for a tier; then the cache works without the level."""

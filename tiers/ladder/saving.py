@@ -11,7 +11,7 @@ from kvladder.keys import BlockKey, Book, by_key
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
 
 

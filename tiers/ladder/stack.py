@@ -23,7 +23,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.queries import StackQueries
-from kvladder.tiers.ladder.records.index import BlockMeta, alike
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike
 from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST, NO_TERMS
 from kvladder.tiers.ladder.saving import Saving
 

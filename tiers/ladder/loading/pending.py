@@ -10,7 +10,7 @@ from kvladder.keys import BlockKey
 from kvladder.tiers.label import LevelRead, SlotAccess
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 class ReadState(IntEnum):

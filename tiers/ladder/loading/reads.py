@@ -25,7 +25,7 @@ from kvladder.tiers.ladder.loading.pending import (
 )
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, among, source
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
-from kvladder.tiers.ladder.records.index import alike
+from kvladder.tiers.ladder.records.meta import alike
 
 
 class ReadBatch(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import takewhile
 from math import inf
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from kvladder.policy.eviction import (
 )
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.tenancy import Tenanted
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
@@ -32,33 +33,6 @@ HITS_MAX = 255
 RESERVED_MAX = 1 << 20
 """Largest number of blocks for which columns are made at the start; growing them takes longest."""
 _MASK = 0xFFFFFFFF
-
-
-class BlockMeta(NamedTuple):
-    """Facts that travel with a block from level to level."""
-
-    priority: int = PRIORITY_DEFAULT
-    floor: int = PRIORITY_DEFAULT
-    """The lowest priority among the block and its ancestors; see ``OffloadRule``."""
-    hits: int = 0
-    """Number of times the block was used again, at most 255."""
-    until_s: float = inf
-    """Loop time at which ``priority`` reverts to the default."""
-    terms: Terms = NO_TERMS
-    """Terms that its request gave it."""
-
-
-def alike(metas: Sequence[BlockMeta]) -> bool:
-    """Return whether all of them are the same, as they are when no request said anything."""
-    return bool(metas) and metas.count(metas[0]) == len(metas)
-
-
-def runs(metas: Iterable[BlockMeta]) -> Iterator[tuple[BlockMeta, slice]]:
-    """Yield each run of equal metas, and its slice; mostly there is one run."""
-    end = 0
-    for meta, run in groupby(metas):
-        start, end = end, end + len([*run])
-        yield meta, slice(start, end)
 
 
 class LevelIndex(Tenanted[P]):

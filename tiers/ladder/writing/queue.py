@@ -9,8 +9,8 @@ from itertools import islice, repeat
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.tiers.label import Ref
-from kvladder.tiers.ladder.records.index import BlockMeta, runs
-from kvladder.tiers.ladder.transit import PendingWrite, ranks
+from kvladder.tiers.ladder.records.meta import BlockMeta, runs
+from kvladder.tiers.ladder.writing.transit import PendingWrite, ranks
 
 
 class WriteQueue:

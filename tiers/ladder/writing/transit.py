@@ -15,7 +15,7 @@ from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Facts
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 

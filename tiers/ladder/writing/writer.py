@@ -12,7 +12,7 @@ from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import supervised
 from kvladder.tiers.ladder.client import CallOutcome
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 class Writer:
