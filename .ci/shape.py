@@ -1,4 +1,6 @@
-"""The shape of the code, as a table: lines by room, what a block crosses, what an author meets.
+"""Print the shape of the code: reading lists, lines by room, what a block crosses and authors meet.
+
+A reading list is what a newcomer reads before a change of one kind; ``docs/`` has a page of them.
 
 Lines are those with code on them: no blank ones, comments or docstrings. A block crosses a file if
 a function of it is called with the block's key, alone or within what carries it, between the call
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,18 +27,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("connectors", "gpu", "policy", "tiers")
-BUDGETS = {
-    "tiers/ladder": 3300,
-    "tiers/files": 1500,
-    "tiers/redis": 1200,
-    "tiers/codecs": 650,
-    "kvladder/config": 900,
-    "gpu/pool": 2100,
-    "gpu/requests": 1300,
-    "connectors/vllm": 1800,
-}
-"""Lines of code by room, with the rooms in it; gpu/pool with gpu/tree."""
-TOTAL_MAX = 16300
+WHOLE = (
+    "tiers/ladder",
+    "tiers/files",
+    "tiers/redis",
+    "tiers/codecs",
+    "kvladder/config",
+    "gpu/pool",
+    "gpu/requests",
+    "connectors/vllm",
+)
+"""Rooms that are counted with the folders in them; gpu/pool with gpu/tree."""
+TASKS = "tasks.md"
+"""Name of the page of reading lists, below ``docs/``."""
+FILES_MAX = 8
+LINES_MAX = 2500
+"""Most files and lines that a newcomer should have to read for one task."""
 TEST_KIT = "kvladder/testing"
 TIERS = ("custom_tier.py", "shared_folder.py")
 """Examples of tiers."""
@@ -67,19 +74,46 @@ def code_lines(path: Path) -> int:
     return len(found - docs)
 
 
-def rooms() -> Iterator[tuple[str, int, int | None]]:
-    """Each room, its lines and its budget; then all but the test kit."""
+def lines_of(path: Path, name: str) -> set[int]:
+    """Return the numbers of a file's lines, or of those of one class or function in it."""
+    text = path.read_text(encoding="utf-8")
+    if not name:
+        return set(range(1, len(text.splitlines()) + 1))
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        inner = [one for one in ast.walk(node) if getattr(one, "name", None) == part]
+        if not inner:
+            raise SystemExit(f"{path.relative_to(ROOT)} has no {name}: correct {TASKS}")
+        node = inner[0]
+    begin, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
+    return set(range(begin, end + 1))
+
+
+def reading_lists() -> Iterator[tuple[str, int, int]]:
+    """Yield each task of the page, how many files its list has, and how many lines of them."""
+    (page,) = (ROOT / "docs").rglob(TASKS)
+    for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        seen: dict[Path, set[int]] = {}
+        for name, inner in re.findall(r"^\d+\. `([\w./-]+)(?:::([\w.]+))?`", text, re.MULTILINE):
+            seen.setdefault(ROOT / name, set()).update(lines_of(ROOT / name, inner))
+        if seen:
+            yield title, len(seen), sum(map(len, seen.values()))
+
+
+def rooms() -> Iterator[tuple[str, int]]:
+    """Yield each room and its lines; then the lines of all but the test kit."""
     lines: Counter[str] = Counter()
     total = 0
     for name in product():
         count = code_lines(ROOT / name)
         folder = str(name.parent)
-        room = next((room for room in BUDGETS if f"{folder}/".startswith(f"{room}/")), folder)
+        room = next((room for room in WHOLE if f"{folder}/".startswith(f"{room}/")), folder)
         lines["gpu/pool" if room == "gpu/tree" else room] += count
         total += 0 if folder.startswith(TEST_KIT) else count
     for room, count in sorted(lines.items()):
-        yield room, count, BUDGETS.get(room)
-    yield "all but kvladder/testing", total, TOTAL_MAX
+        yield room, count
+    yield "all but kvladder/testing", total
 
 
 class Crossing:
@@ -221,9 +255,12 @@ def met_by_author(example: Path) -> set[str]:
 
 def main() -> None:
     """Print it; with ``--files`` the files' names, too."""
-    print("| room | lines of code | budget |\n|---|---|---|")
-    for room, count, budget in rooms():
-        print(f"| {room} | {count:,} | {f'{budget:,}' if budget else ''} |")
+    print(f"| task | files (aim: {FILES_MAX}) | lines (aim: {LINES_MAX:,}) |\n|---|---|---|")
+    for task, files, count in reading_lists():
+        print(f"| {task} | {files} | {count:,} |")
+    print("\n| room | lines of code |\n|---|---|")
+    for room, count in rooms():
+        print(f"| {room} | {count:,} |")
     print("\n| a block's | crosses files | moves | runs code of files |\n|---|---|---|---|")
     for what, files, moves, running in crossings():
         print(f"| {what} | {len(files)} | {moves} | {running} |")

@@ -1,4 +1,4 @@
-"""A codec of your own: zlib from the standard library. See docs/write-a-codec.md."""
+"""A codec of your own: zlib from the standard library. See docs/how-to/write-a-codec.md."""
 
 from __future__ import annotations
 

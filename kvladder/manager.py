@@ -295,6 +295,8 @@ class CacheManager:
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
+        If several requests save a block, it may be in every level, and last as long, as any allows.
+
         Parameters
         ----------
         keys:
@@ -318,8 +320,6 @@ class CacheManager:
             Number of their group of layers in the layout.
         session:
             The session that they are saved for. Its end gives up the blocks that it brought in.
-
-        If several requests save a block, it may be in every level, and last as long, as any allows.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""docs/seeds.md is what its data give; places, tests and faults that it names are there."""
+"""contributing/seeds.md is what its data give; places, tests and faults that it names are there."""
 
 from __future__ import annotations
 

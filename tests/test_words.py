@@ -18,7 +18,8 @@ GENERATED = "seeds.md"
 def read() -> list[Path]:
     """Return the files whose texts are checked: product code and pages, not decisions."""
     found = [ROOT / name for name in PAGES]
-    found += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != GENERATED]
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    found += [path for path in pages if path.name != GENERATED and path.parent.name != "decisions"]
     for folder in FOLDERS:
         found += sorted([*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("README.md")])
     return [path for path in found if not path.parent.is_symlink()]

@@ -138,6 +138,7 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
     replay: str | None = None
     """Address at which batches are sent again to subscribers that missed some."""
     topic: str = ""
+    """Topic of the messages."""
     buffer: Positive = 10_000
     """Largest number of batches kept to be sent again."""
 
@@ -284,6 +285,7 @@ class BreakerConfig(Settings, frozen=True, kw_only=True):
     retry_s: Duration = msgspec.field(name="retry", default=Duration(5))
     """Time until the first trial call; doubled after each trial that fails."""
     retry_max_s: Duration = msgspec.field(name="retry_max", default=Duration(60))
+    """Longest time between two trial calls."""
 
     def __post_init__(self) -> None:
         if self.retry_s > self.retry_max_s:
@@ -406,10 +408,15 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     name: Name = ""
     """Name of the level; by default its type."""
     type: str
+    """Type of the tier, or the name of a plug-in."""
     min_priority: Priority = PRIORITY_DEFAULT
+    """Lowest priority that the level takes; that of the blocks before a block counts, too."""
     min_hits: Count = 0
+    """Number of times that a block must have been used again before the level takes it."""
     ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
+    """Time for which the level keeps a block; None sets no limit."""
     policy: str = "prioritized-lru"
+    """Name of the eviction policy."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -441,11 +448,16 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     make: ClassVar[type[Tier]]
     capacity_bytes: Size = msgspec.field(name="capacity")
+    """Bytes of the medium, at least those of one batch of blocks."""
     when: When = "evict"
+    """``evict`` writes a block when it leaves the level above, ``commit`` as soon as it is
+    complete; ``never`` only reads."""
     codecs: tuple[CodecConfig, ...] = ()
+    """Codecs that blocks pass through on their way to the medium, in this order."""
     required: bool = False
     """True if no engine starts without the level; else it is left out until it opens."""
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
+    """Time limit of one call to the tier."""
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written, as a share of the arena; each occupies a slot."""
     breaker: BreakerConfig = BreakerConfig()

@@ -1,7 +1,7 @@
 """The control socket of a running cache: statistics, configuration, and purges, from outside.
 
 A request is a line of JSON such as ``{"command": "stats"}``. The answer is a line of JSON, too:
-``{"result": ...}`` or ``{"error": "why"}``; see ``docs/control.md``.
+``{"result": ...}`` or ``{"error": "why"}``; see ``docs/how-to/control.md``.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     path:
         The cache's control socket.
     request:
-        ``command`` and its arguments, see ``docs/control.md``.
+        ``command`` and its arguments, see ``docs/how-to/control.md``.
     timeout_s:
         Time limit for the answer, in seconds.
 

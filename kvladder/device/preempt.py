@@ -133,7 +133,7 @@ class Preemption:
             f"{SUSTAINED} requests gave their device memory up within {last_s - first_s:.0f} s,"
             f" {again} of them to be computed again. What helps: fewer requests at a time, a"
             " shorter context, more for the pools (gpu.memory, gpu.fraction), or keys and values"
-            " in fp8 (gpu.dtype); see docs/out-of-memory.md",
+            " in fp8 (gpu.dtype); see docs/how-to/out-of-memory.md",
         )
 
     def _suspend(self, request: Request, way: How) -> Suspended:

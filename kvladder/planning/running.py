@@ -68,7 +68,7 @@ def run(model: ModelFile) -> tuple[int, list[ResourceHandler], str]:
             and all(type(one).__module__ in _OURS for one in kept)
         ]
     for kind in unknown:
-        hint = f"a handler for it (docs/write-a-handler.md); {model.hint}"
+        hint = f"a handler for it (docs/how-to/write-a-handler.md); {model.hint}"
         raise model.wrong(f"{name} keeps a cache of its own, {kind.__name__}", hint=hint)
     found = [_typed(one, model) for kept in by_layer for one in kept]
     if not found:

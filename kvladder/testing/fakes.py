@@ -75,6 +75,9 @@ class FakeStore:
 class FakeTier(Tier):
     """Stores blocks by place, and follows a script of faults.
 
+    A call that breaks one of the level's rules fails, and the rule is added to ``violations``.
+    Examples: a slot without a claim, a batch that is too large, a place written while it is read.
+
     Parameters
     ----------
     script:
@@ -91,9 +94,6 @@ class FakeTier(Tier):
     patience:
         The level's breaker: the number of failures in a row of one operation, and the seconds
         for which the level must then not call it. An earlier ``put`` or ``remove`` is a violation.
-
-    A call that breaks one of the level's rules fails, and the rule is added to ``violations``.
-    Examples: a slot without a claim, a batch that is too large, a place written while it is read.
     """
 
     def __init__(

@@ -101,6 +101,7 @@ def test_weights_name_pages_whatever_the_model_is_called(model):
     assert fields(model, fingerprint="mine") == given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "counts"),
     [("chat_template.jinja", False), ("generation_config.json", False), ("tokenizer.json", False),
@@ -113,6 +114,7 @@ def test_files_name_pages_that_may_change_them(model, file, counts):
     assert differs(first, fields(model)) == ({f"model/{file}"} if counts else set())
 
 
+@pytest.mark.slow
 def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tmp_path):
     (model / "tokenizer.json").write_text("{}")
     assert "model/tokenizer.json" not in fields(model)
@@ -122,6 +124,7 @@ def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tm
     assert "model/tokenizer.json" in fields(model)
 
 
+@pytest.mark.slow
 def test_weights_in_memory_name_pages_and_not_the_files_beside_them(model):
     """Files are replaced after the engine has read them; others lie beside those that it reads."""
     first = fields(model)
@@ -148,6 +151,7 @@ def test_load_formats_that_read_the_same_files_name_pages_alike(model):
         assert fields(model, model={"load_format": load_format}) == first
 
 
+@pytest.mark.slow
 def test_the_configuration_in_use_names_pages_wherever_it_comes_from(model, monkeypatch):
     first = fields(model)
     assert fields(model, model={"decrypted_config_file": "/tmp/plain.json"}) == first
@@ -242,6 +246,7 @@ def test_every_namespace_of_settings_names_pages(model):
     assert differs(first, fields(model, **said)) == {f"{name}.new_{name}" for name in said}
 
 
+@pytest.mark.slow
 def test_a_setting_is_left_out_by_its_whole_name_and_namespace(model):
     kernel, features = sglang_stub.Bag(sampling_backend="x"), sglang_stub.GIVEN["exec"]["features"]
     features = sglang_stub.Bag(**vars(features), watermark_key=3)
@@ -274,6 +279,7 @@ def test_settings_that_keep_weights_out_of_sight_need_a_name_of_the_users():
         identity.require_named("mine")
 
 
+@pytest.mark.slow
 def test_switches_name_pages(model, monkeypatch):
     first = fields(model)
     monkeypatch.setenv("SGLANG_RUN_ID", "1")
@@ -283,6 +289,7 @@ def test_switches_name_pages(model, monkeypatch):
     assert differs(first, fields(model)) == {"environment.SGLANG_OPT_NEW_KERNEL"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["SGLANG_OPT_USE_MINIMAX_FP8_Q_EPILOGUE", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",

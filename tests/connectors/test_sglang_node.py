@@ -114,6 +114,7 @@ def until_free(node, slots):
     node.manager.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["fetch", "save"])
 def test_what_a_dead_rank_held_comes_back(address, rank, verb):
     owner = join(address, opened)

@@ -247,6 +247,7 @@ def test_the_core_has_what_is_asked(name):
     assert takes(ours, theirs)
 
 
+@pytest.mark.slow
 def test_each_switch_names_pages_unless_it_is_left_out_by_its_whole_name(monkeypatch):
     known = {
         target.id
@@ -305,6 +306,7 @@ def test_each_server_argument_names_pages_or_is_left_out_for_a_reason():
         sglang_stub.give("m")
 
 
+@pytest.mark.slow
 def test_namespaces_are_those_that_sglang_has():
     tops = {path.partition(".")[0] for path in arguments()}
     assert tops == {*sglang_stub.NAMESPACES}

@@ -112,6 +112,7 @@ def test_who_says_nothing_leaves_pages_what_they_are_worth(controller):
     assert kept(controller) == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_was_split_has_the_default(controller):
     tree = KVLadderRadixCache(controller)
     tree.checkpoint_into_tree(request("a", priority=80), up_to=20)
@@ -120,6 +121,7 @@ def test_a_node_that_was_split_has_the_default(controller):
     assert kept(controller) == 0
 
 
+@pytest.mark.slow
 def test_pages_are_purged_by_the_salt_of_their_request(controller):
     tree = KVLadderRadixCache(controller)
     for said in (request("a", salt="tenant", priority=60), request("b", priority=60)):
@@ -132,6 +134,7 @@ def test_pages_are_purged_by_the_salt_of_their_request(controller):
     assert controller.exists(chain("b", 20)) == 20
 
 
+@pytest.mark.slow
 def test_pages_that_the_host_pool_only_stages_are_purged_by_their_salt(controller):
     tree: Any = KVLadderRadixCache(controller)
     entries = {
@@ -151,6 +154,7 @@ def test_pages_that_the_host_pool_only_stages_are_purged_by_their_salt(controlle
     assert controller.exists(chain("b", 20)) == 20
 
 
+@pytest.mark.slow
 def test_what_others_stored_is_purged_by_its_salt_too(shared):
     here, there = shared
     tree = KVLadderRadixCache(there)
@@ -171,6 +175,7 @@ def test_what_others_stored_is_purged_by_its_salt_too(shared):
     assert here.exists(chain("b", 20)) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [0, 7])
 def test_pages_of_each_pool_and_batch_are_read_with_their_salt(shared, begin):
     """SGLang begins batches where it likes: behind what the device has, for one."""
@@ -199,6 +204,7 @@ def test_pages_of_each_pool_and_batch_are_read_with_their_salt(shared, begin):
     assert here.manager.stats()["host"]["blocks"] == 0
 
 
+@pytest.mark.slow
 def test_each_batch_of_a_long_node_is_announced(controller):
     tree = KVLadderRadixCache(controller)
     tree.checkpoint_into_tree(request("a", 200, priority=80), up_to=200)

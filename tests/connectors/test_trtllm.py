@@ -473,6 +473,7 @@ worker.close()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_a_process_of_its_own(stack: object) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", OTHER_RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE

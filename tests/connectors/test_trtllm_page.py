@@ -1,4 +1,4 @@
-"""What docs/trtllm.md has people write, against the connector."""
+"""What docs/how-to/trtllm.md has people write, against the connector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvladder.connectors.trtllm.bases import SchedulerBase, WorkerBase
 from kvladder.connectors.trtllm.options import PATIENCE, STACK, TrtllmOptions, read
 from tests.test_docs import blocks
 
-PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "trtllm.md"
 
 
 def block(language: str) -> str:

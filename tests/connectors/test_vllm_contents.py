@@ -122,6 +122,7 @@ def test_an_identifier_of_two_items_says_nothing_of_content() -> None:
     assert names(unseen, (0, "photo.png", image(1))) != right
 
 
+@pytest.mark.slow
 def test_an_item_is_digested_once_and_forgotten_with_its_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

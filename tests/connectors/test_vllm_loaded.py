@@ -79,6 +79,7 @@ def load() -> Iterator[Callable[[Any], Loaded]]:
         one.close()
 
 
+@pytest.mark.slow
 def test_the_models_around_the_layers_are_found_drafts_included() -> None:
     model, draft, other = Model(), Model(), Model()
     layers = {**layers_of(model, "m"), **layers_of(draft, "draft"), "no module": object()}
@@ -91,6 +92,7 @@ def test_the_models_around_the_layers_are_found_drafts_included() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
     load: Callable[[Any], Loaded],
 ) -> None:
@@ -111,6 +113,7 @@ def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
     assert loaded.fingerprint() == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [8, 128, 129, 1000])
 def test_weights_that_are_packed_out_of_sight_count(
     load: Callable[[Any], Loaded], inputs: int
@@ -140,6 +143,7 @@ def test_layers_made_for_adapters_have_the_same_names() -> None:
     assert sorted(names[0]) == sorted(names[1])
 
 
+@pytest.mark.slow
 def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
@@ -190,6 +194,7 @@ def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
     assert not loaded.touched()
 
 
+@pytest.mark.slow
 def test_weights_that_are_prefetched_count_where_they_stay(
     load: Callable[[Any], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +229,7 @@ def test_weights_that_are_prefetched_count_where_they_stay(
     assert load(plain).fingerprint() == loaded.fingerprint() in found, "the flag may change"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_a_model() -> None:
     model = Model()
     loaded = Loaded(layers_of(model))

@@ -194,7 +194,7 @@ def test_a_version_of_vllm_that_was_not_tested_is_warned_of(
 
 
 def test_the_versions_that_are_tested_are_those_that_are_told() -> None:
-    page = (ROOT / "docs" / "vllm.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "vllm.md").read_text()
     rows = re.findall(r"^\| (\d+)\.(\d+)\.\d+ \|", page, re.MULTILINE)
     assert tuple((int(major), int(minor)) for major, minor in rows) == vllm_log.TESTED
     (major, least), (_, most) = vllm_log.TESTED[0], vllm_log.TESTED[-1]

@@ -30,7 +30,7 @@ from tests.connectors.scripted import configs
 from tests.patience import PATIENCE_S, RUN_S
 from tests.vllm.harness import HERE, environment
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 SETTINGS = left_out("settings")
 SWITCHES = left_out("switches")
 NEWER = {
@@ -57,6 +57,7 @@ def fields_of(**changes: Any) -> dict[str, str]:
     return model_fields(vllm_config)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_everything_that_changes_the_bytes_changes_the_name() -> None:
     plain = fields_of()
@@ -174,6 +175,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_files_that_cannot_change_kv_name_no_blocks(folder: Path) -> None:
     for name in COUNTING:
         assert changed(folder, name), name
@@ -186,6 +188,7 @@ def test_files_that_cannot_change_kv_name_no_blocks(folder: Path) -> None:
     assert folder_fields({"model": folder}) != plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", [*READERS, "config.json"])
 def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: str) -> None:
     (folder / reader).write_text('{"vision_config": {}}')

@@ -89,7 +89,7 @@ def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -
 
 
 def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
     first = page.split("## Settings")[1].split("## ")[0]
     rows = [line.split("|")[1].strip(" `") for line in first.splitlines() if line.startswith("| `")]
     assert rows == keys_of(VllmOptions)

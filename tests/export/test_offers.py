@@ -248,6 +248,7 @@ async def test_a_server_finds_the_blocks_of_its_durable_level_again() -> None:
         assert await offers.purge(client.session, TENANT) == 4
 
 
+@pytest.mark.slow
 async def test_clients_pin_half_of_the_slots_at_most_and_then_wait_for_their_turn() -> None:
     async with server(slots=6) as (_, offers):
         clients = [Client(offers, number) for number in (1, 2, 3, 4)]

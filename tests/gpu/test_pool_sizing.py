@@ -212,6 +212,7 @@ def size(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return code, captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
     model = ["--model", str(config("LLAMA_3_70B", tmp_path)), "--memory", "40GiB"]
     code, text = size(capsys, *model, "--context", "8192", "--dtype", "fp8")
@@ -259,6 +260,7 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
     assert "reuse off" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -13,6 +13,7 @@ from tests.kit.test_stuck import lives
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.slow
 def test_nodes_that_forgot_each_other_meet_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def process() -> Iterator[int]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_what_begins_in_real_time_may_be_late(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

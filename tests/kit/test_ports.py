@@ -26,6 +26,7 @@ def test_threads_are_given_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     assert len({*given}) == 16
 
 
+@pytest.mark.slow
 def test_processes_are_given_ports_of_their_own() -> None:
     ports = free_ports(8)
     pid = (ports[0] - redisserver._RANGE.start) * pow(61, -1, len(redisserver._RANGE))

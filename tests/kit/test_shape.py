@@ -42,14 +42,26 @@ def test_lines_with_code_on_them_count(shape: Any, tmp_path: Path) -> None:
     assert shape.code_lines(tmp_path / "sample.py") == 6
 
 
+@pytest.mark.slow
 def test_every_file_of_the_product_is_in_a_room(shape: Any) -> None:
     names = [str(name) for name in shape.product()]
     assert {"tiers/base.py", "kvladder/keys.py", "tiers/redis/resp.py"} <= set(names)
     assert len(set(names)) == len(names)
-    *each, (_, total, _) = shape.rooms()
-    kit = sum(count for room, count, _ in each if room == shape.TEST_KIT)
-    assert total + kit == sum(count for _, count, _ in each)
-    assert {room for room, *_ in each} >= set(shape.BUDGETS)
+    *each, (_, total) = shape.rooms()
+    kit = sum(count for room, count in each if room == shape.TEST_KIT)
+    assert total + kit == sum(count for _, count in each)
+    assert {room for room, _ in each} >= set(shape.WHOLE)
+
+
+def test_a_task_needs_few_files_and_lines(shape: Any) -> None:
+    lists = {task: (files, lines) for task, files, lines in shape.reading_lists()}
+    assert len(lists) == 6
+    long = {
+        task: needs
+        for task, needs in lists.items()
+        if needs[0] > shape.FILES_MAX or needs[1] > shape.LINES_MAX
+    }
+    assert not long
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def in_front(name: str, where: str, first: str = "") -> tuple[Any, Any]:
     return example, one
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["prefill_decode.py", "router.py"])
 async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
@@ -85,6 +86,7 @@ async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
             assert one._session.timeout.sock_connect is not None
 
 
+@pytest.mark.slow
 @pytest.mark.real
 async def test_a_prompt_that_takes_too_long_is_computed_by_the_other(
     monkeypatch: pytest.MonkeyPatch,

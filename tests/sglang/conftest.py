@@ -59,7 +59,7 @@ def start(folder: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def serve(folder: Path) -> Iterator[Callable[..., Server]]:
-    """Starts a server as docs/sglang.md does, with a stack; ends it."""
+    """Starts a server as docs/how-to/sglang.md does, with a stack; ends it."""
     begun: list[Server] = []
 
     def serve_one(model: Path, stack: dict[str, Any], **settings: Any) -> Server:

@@ -234,7 +234,7 @@ class Engine:
 
 
 class Server(Engine):
-    """A server that was started by the command of docs/sglang.md, and is asked over HTTP.
+    """A server that was started by the command of docs/how-to/sglang.md, and is asked over HTTP.
 
     What stands in capitals there is ``model``; behind it comes what a CPU needs, and ``more``.
     """
@@ -319,8 +319,8 @@ class Server(Engine):
 
 
 def documented_command() -> list[str]:
-    """The command of docs/sglang.md that starts a server, with this Python."""
-    page = (ROOT / "docs" / "sglang.md").read_text()
+    """The command of docs/how-to/sglang.md that starts a server, with this Python."""
+    page = (ROOT / "docs" / "how-to" / "sglang.md").read_text()
     [block] = [text for text in page.split("```") if "sglang.launch_server" in text]
     words = shlex.split(block[block.index("python -m") :].replace("\\\n", " "))
     return [sys.executable, *words[1:]]

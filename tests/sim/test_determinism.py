@@ -44,6 +44,7 @@ def test_other_processes_with_other_hash_seeds_do_the_same() -> None:
     assert traces("2") == first
 
 
+@pytest.mark.slow
 def test_the_same_seed_does_the_same_and_another_does_not() -> None:
     assert run_world(5).trace == run_world(5).trace
     assert run_world(5).trace != run_world(6).trace

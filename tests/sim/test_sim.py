@@ -220,6 +220,7 @@ def test_polling_while_time_goes_by_is_one_too(monkeypatch: pytest.MonkeyPatch) 
         sim_run(poll())
 
 
+@pytest.mark.slow
 def test_much_work_at_one_instant_is_none() -> None:
     async def work() -> int:
         return len(await order_of(TURNS_MAX * 2 // 5))

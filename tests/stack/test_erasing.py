@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Hang, Hold, Record
 from kvladder.testing.stacks import LevelSpec
@@ -75,6 +77,7 @@ async def test_a_clear_erases_only_if_it_is_asked_to() -> None:
             assert bool(tier.dregs) != erase
 
 
+@pytest.mark.slow
 async def test_writes_go_on_while_a_tier_erases() -> None:
     tier = KeepingTier([Delay(1.0, on="purge", times=None)])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:

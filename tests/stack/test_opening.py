@@ -176,6 +176,7 @@ async def test_a_disk_that_fails_at_start_is_used_once_it_works(call: str, code:
         assert disk.open_fds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
 async def test_a_disk_call_that_fails_at_start_costs_no_start_and_no_block(code: int) -> None:

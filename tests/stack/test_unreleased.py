@@ -109,6 +109,7 @@ async def test_one_may_be_lost_while_the_lock_is_held() -> None:
     await cache.aclose()
 
 
+@pytest.mark.slow
 async def test_what_was_released_or_holds_nothing_is_not_lost() -> None:
     cache = await filled()
     manager = cache.manager

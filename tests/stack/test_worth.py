@@ -164,6 +164,7 @@ async def test_nor_requests_that_are_too_short_to_learn_from(
     await cache.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.product("kind", "link")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])

@@ -1,4 +1,4 @@
-"""The codec of docs/write-a-codec.md passes the suite, and is the one in the examples."""
+"""The codec of docs/how-to/write-a-codec.md passes the suite, and is the one in the examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvladder.testing.codecs import CodecTests, MakeCodec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_codec.py"
-PAGE = ROOT / "docs" / "write-a-codec.md"
+PAGE = ROOT / "docs" / "how-to" / "write-a-codec.md"
 
 
 def loaded() -> Any:

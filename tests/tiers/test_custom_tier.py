@@ -1,4 +1,4 @@
-"""The tier of docs/write-a-tier.md passes the suite, and is the one in the examples."""
+"""The tier of docs/how-to/write-a-tier.md passes the suite, and is the one in the examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvladder.tiers.label import Ref
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_tier.py"
-PAGE = ROOT / "docs" / "write-a-tier.md"
+PAGE = ROOT / "docs" / "how-to" / "write-a-tier.md"
 
 
 def loaded(name: str) -> ModuleType:

@@ -96,6 +96,7 @@ class TestFaults(TierFixtures):
         assert await blocks.get(tier, [block]) == [True]
         assert tier.gauges()["process"] == pid
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("what", ["deaf", "block", "late", "stop"])
     async def test_what_does_not_end_is_killed_and_lands_nowhere(self, tier, blocks, order, what):
         (block,) = await blocks.put(tier, 0)
@@ -113,6 +114,7 @@ class TestFaults(TierFixtures):
         assert tier.gauges()["process_ends"] == 1
         assert tier.gauges()["process"] != pid
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("what", "how"), [("crash", "SIGSEGV"), ("exit", "exit status 3")])
     async def test_a_death_fails_the_calls_that_were_under_way(
         self, tier, blocks, order, what, how
@@ -126,6 +128,7 @@ class TestFaults(TierFixtures):
         await again(lambda: tier.contains([]))
         assert await blocks.put(tier, 0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     async def test_only_a_kill_ends_it(self, tier, blocks, sent):
         await blocks.put(tier, 0)
@@ -164,6 +167,7 @@ class TestFaults(TierFixtures):
         with pytest.raises(TierError, match="closed"):
             await tier.contains([])
 
+    @pytest.mark.slow
     async def test_a_listener_that_raises_ends_nothing(self, make, context, order):
         def refuse(*_):
             raise RuntimeError("it does not want to know")
@@ -209,6 +213,7 @@ class TestFaults(TierFixtures):
             name: getattr(plain, name) for name in traits
         }
 
+    @pytest.mark.slow
     async def test_a_tier_that_refuses_to_open_leaves_no_process(self, make, context, order):
         tier = make()
         order.write_text("refuse")
@@ -253,6 +258,7 @@ class TestFaults(TierFixtures):
         assert await tier.contains([]) == []
         await tier.aclose()
 
+    @pytest.mark.slow
     async def test_it_is_tried_again_until_it_opens(self, make, context, order):
         said: list[str] = []
         tier = make()
@@ -265,6 +271,32 @@ class TestFaults(TierFixtures):
         assert "the process of UnrulyTier has ended: SIGKILL: it is started again" in said
         await tier.aclose()
 
+    async def test_one_that_breaks_the_protocol_is_killed_before_its_calls_fail(
+        self, make, context, blocks, order
+    ):
+        said: list[str] = []
+        tier = make()
+        await tier.open(replace(context, say=said.append))
+        pid = tier.gauges()["process"]
+        task = await self.begun(order, "hang", tier.put(blocks.writes(blocks.some(0))))
+        tier._process._spawned.reader.feed_data(b"\xff" * 4)
+        with pytest.raises(TierError, match="it does not keep to the protocol: a frame of"):
+            await task
+        assert not is_alive(pid)
+        order.unlink()
+        assert await again(lambda: tier.contains([])) == []
+        assert any("does not keep to the protocol" in text for text in said)
+        await tier.aclose()
+
+    async def test_a_purge_hears_of_its_own_progress(self, tier, blocks):
+        await blocks.put(tier, 0, 1)
+        first, second = list[tuple[int, int]](), list[tuple[int, int]]()
+        await asyncio.gather(
+            tier.purge(None, lambda *part: first.append(part)),
+            tier.purge(None, lambda *part: second.append(part)),
+        )
+        assert first == second == [(0, 3), (1, 3), (2, 3)]
+
     async def test_a_close_does_not_wait_for_what_hangs(self, tier, blocks, order):
         pid = tier.gauges()["process"]
         task = await self.begun(order, "block", tier.put(blocks.writes(blocks.some(0))))
@@ -275,7 +307,7 @@ class TestFaults(TierFixtures):
 
     async def test_a_close_that_is_not_answered_ends_at_its_limit(self, tier, monkeypatch):
         monkeypatch.setattr("kvladder.tiers.isolated.tier.CLOSE_S", 0.05)
-        tier._process._abandon_s = 3600.0  # which would be waited for, too
+        tier._process._pipe._late_s = 3600.0  # which would be waited for, too
         pid = tier.gauges()["process"]
         os.kill(pid, signal.SIGSTOP)
         await tier.aclose()

@@ -21,7 +21,10 @@ from kvladder.tiers.mooncake.tier import NOT_READY, MooncakeOptions, MooncakeTie
 from tests.kit.mooncake import LEASE, PROGRAM, Mooncake
 from tests.kit.starts import refused
 
-pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed")
+pytestmark = [
+    pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed"),
+    pytest.mark.slow,
+]
 TESTS = itertools.count()
 
 
@@ -35,7 +38,6 @@ def options(cluster, **more):
     return MooncakeOptions(master=cluster.master, admin=cluster.admin, **more)
 
 
-@pytest.mark.slow
 class TestMooncake(TierTests):
     real = True
 

@@ -84,6 +84,7 @@ def refused(far, layout=LAYOUT, **changed):
     return str(error.value), error.value.path
 
 
+@pytest.mark.slow
 def test_who_has_another_key_is_refused(far, tmp_path):
     make_keys(tmp_path)
     what, where = refused(far, keys=str(tmp_path / "client.keys"))  # of another server
@@ -99,6 +100,7 @@ def test_who_has_another_key_is_refused(far, tmp_path):
     assert far("counts")["clients"] == 0
 
 
+@pytest.mark.slow
 def test_blocks_that_are_too_large_for_the_server_are_refused(far):
     layout = kvladder.Layout(block_tokens=4, block_bytes=96 << 10)
     what, where = refused(far, layout)
@@ -106,6 +108,7 @@ def test_blocks_that_are_too_large_for_the_server_are_refused(far):
     assert where == "tiers[1].servers"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_named(far, tmp_path):
     (port,) = free_ports(1)
     what, where = refused(far, servers=[f"127.0.0.1:{port}"], required=True)
@@ -114,6 +117,7 @@ def test_a_server_that_is_not_there_is_named(far, tmp_path):
     assert where == "tiers[1].servers"
 
 
+@pytest.mark.slow
 def test_who_answers_something_else_is_no_far_end(far):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -131,11 +135,13 @@ def test_who_answers_something_else_is_no_far_end(far):
         other.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_is_named(far):
     what, _ = refused(far, interfaces="none0", required=True)
     assert "NIXL" in what
 
 
+@pytest.mark.slow
 def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "none0")
     what, _ = refused(far, required=True)
@@ -144,6 +150,7 @@ def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monke
         pass
 
 
+@pytest.mark.slow
 def test_without_a_server_that_is_not_required_there_are_misses(far, caplog):
     (port,) = free_ports(1)
     more = {"servers": [f"127.0.0.1:{port}"]}
@@ -236,6 +243,7 @@ def test_settings_that_cannot_be(changed, path):
 # ---- as a level of a cache
 
 
+@pytest.mark.slow
 def test_coded_blocks_travel_short_and_come_back_whole(far):
     level = {"when": "commit", "codecs": ["zstd", "checksum"]}
     keys = [kvladder.BlockKey(bytes([n]) * 32) for n in range(8)]

@@ -247,6 +247,7 @@ async def test_slots_of_a_client_that_is_gone_come_back_after_its_agent_is_destr
             await putting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["get", "put"])
 async def test_who_holds_slots_for_too_long_is_not_served_any_more(call):
     async with pair() as (near, fabric):

@@ -28,7 +28,7 @@ from tests.tiers.test_nixl_line import until
 SERVERS = ("a:1", "b:1", "c:1")
 PEERS = ("p:1", "q:1")
 URL = "redis://list"
-PAGE = Path(__file__).parents[2] / "docs" / "nixl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "nixl.md"
 
 
 class Fabrics(TierFixtures):
@@ -64,6 +64,7 @@ class Fabrics(TierFixtures):
         return Done()
 
 
+@pytest.mark.slow
 class TestThreeServers(Fabrics, TierTests):
     @pytest.fixture
     def make(self, fabrics):

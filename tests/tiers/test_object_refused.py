@@ -172,6 +172,7 @@ def test_what_is_found_where_all_is_well(server):
     assert found.facts["object"] == {"url": f"s3://{BUCKET}/kv", "access": "can be listed"}
 
 
+@pytest.mark.slow
 def test_nobody_is_there():
     address = f"http://127.0.0.1:{free_ports(1)[0]}"
     options = {"endpoint": address, "allow_http": True, "skip_signature": True}

@@ -139,6 +139,7 @@ def world():
     return World(ONE, TWO, THREE)
 
 
+@pytest.mark.slow
 async def test_each_command_goes_to_the_owner_of_its_slot(world):
     servers = servers_of(world, ONE, cluster=True)
     outcomes = await servers.run(commands())

@@ -1,4 +1,4 @@
-"""The user that docs/redis.md recommends has the rights that are needed, and no others."""
+"""The user that docs/how-to/redis.md recommends has the rights that are needed, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiers.test_redis_quota import flat, quota, salted, settled
 from tests.tiers.test_redis_refused import refused
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "redis.md"
 
 
 def allow(server):

@@ -120,7 +120,7 @@ class TestValues(Values):
         await other.aclose()
 
     def test_the_documentation_says_how_long_a_label_is(self):
-        page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+        page = (Path(__file__).parents[2] / "docs" / "how-to" / "redis.md").read_text()
         assert f"begins with {LABEL_BYTES} bytes" in page
         assert f"its bytes and {LABEL_BYTES} more" in page
 

@@ -1,4 +1,4 @@
-"""The shared tier of docs/write-a-tier.md passes the suite, as it is and below codecs."""
+"""The shared tier of docs/how-to/write-a-tier.md passes the suite, as it is and below codecs."""
 
 from __future__ import annotations
 

@@ -111,6 +111,7 @@ def gone_through() -> int:
     return sum(len(gc.get_referents(one)) for one in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_a_collection_does_not_go_through_the_books_of_a_level() -> None:
     blocks = 20_000
     keys = tuple(keys_of(blocks))  # as keys of tiers, which hold them by others

@@ -128,6 +128,7 @@ def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
     assert "tiers[1].capacity: 1 MiB are 0 blocks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_pipe", "code", "says"),
     [(True, 141, ""), (False, 1, "kvladder: standard output: No space left on device\n")],

@@ -88,6 +88,7 @@ def test_a_socket_of_another_user_is_no_end_of_its_cache(config, tmp_path, capsy
     assert left(config) == 3
 
 
+@pytest.mark.slow
 def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, capsys):
     with open_cache(config, layout=LAYOUT) as cache:
         cache.save(KEYS, salt="red").commit()
@@ -141,6 +142,7 @@ def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, cap
         assert left(write(tmp_path)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
 def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys, isolate):
     save(write(tmp_path))

@@ -103,6 +103,7 @@ fields_of_any_kind = st.dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(fields_of_any_kind, fields_of_any_kind)
 def test_anything_is_kept_and_compared(one, other):
     kept = told(one), told(other)

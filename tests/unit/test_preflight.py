@@ -82,6 +82,7 @@ def test_a_directory_that_cannot_be_used(tmp_path):
         assert says in str(error)
 
 
+@pytest.mark.slow
 def test_a_tier_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setitem(registry._registered, ("tiers", "unruly"), UnrulyTier)
     order = tmp_path / "order"
@@ -201,6 +202,7 @@ def test_every_start_says_what_the_command_line_warns_of(tmp_path, caplog, monke
     assert sorted(warned(caplog, source)) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["hang", "exit", ""])
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_start_does_not_wait_for_a_tier_that_says_nothing(

@@ -57,6 +57,7 @@ def test_another_salt_is_named_without_it(tmp_path, caplog):
         assert path.is_dir() or b"hunter" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_tier_in_a_process_of_its_own_says_it_too(tmp_path, caplog):
     opened(tmp_path, caplog, model="a")
     layout = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "b"})

@@ -1,4 +1,4 @@
-"""Prompts computed by one engine and answered by another, as docs/prefill-decode.md has it."""
+"""Prompts computed by one engine and answered by another, as in how-to/prefill-decode.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.vllm.test_served import over
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 from tests.kit.served import Server as Cache
 
-PAGE = HERE.parents[1] / "docs" / "prefill-decode.md"
+PAGE = HERE.parents[1] / "docs" / "how-to" / "prefill-decode.md"
 PROXY = HERE.parents[1] / "examples" / "prefill_decode.py"
 ALL = len(PROMPTS) * HITS
 PROMPT = random.Random(17).choices(range(3, 1000), k=701)

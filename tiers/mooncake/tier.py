@@ -1,6 +1,6 @@
 """The Mooncake tier: blocks as objects of a Mooncake Store, in the memory of its nodes.
 
-Tested with mooncake-transfer-engine 0.3.13: see docs/mooncake.md.
+Tested with mooncake-transfer-engine 0.3.13: see docs/how-to/mooncake.md.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class MooncakeOptions(Settings, frozen=True, kw_only=True):
     metadata: str = "P2PHANDSHAKE"
     """URL of the metadata server; by default the nodes exchange metadata directly."""
     protocol: str = "tcp"
+    """Transport between the nodes, as Mooncake names it."""
     devices: str = ""
     """RDMA devices, as Mooncake names them."""
     host: str = "127.0.0.1"
     """Address at which the nodes reach this machine."""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16, description="a number from 1 to 16")] = 1
+    """Number of nodes that keep each block."""
     pin_priority: Annotated[
         int, msgspec.Meta(ge=0, le=PRIORITY_MAX + 1, description="a priority, or 101 for none")
     ] = PRIORITY_MAX + 1

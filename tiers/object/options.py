@@ -26,7 +26,7 @@ _VENDOR = re.compile("^(aws|google|azure)_")
 
 
 class ObjectOptions(Settings, frozen=True, kw_only=True):
-    """The keys of an object store tier; see docs/object.md."""
+    """The keys of an object store tier; see docs/how-to/object.md."""
 
     url: str
     """``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://account/container/prefix``, or

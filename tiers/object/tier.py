@@ -127,7 +127,7 @@ class ObjectTier(Tier):
 
     def _made(self, limit_s: float) -> Any:
         """Return a client for the URL's store; its retries end within ``limit_s``."""
-        url, path, hint = self.options.url, "options", "see docs/object.md for what there is"
+        url, path, hint = self.options.url, "options", "see docs/how-to/object.md for what there is"
         config, client = self.options.split()
         limit = timedelta(seconds=limit_s)
         backoff = {"init_backoff": limit / 50, "max_backoff": limit / 5, "base": 2}

@@ -89,7 +89,7 @@ RECOUNT = Duration(3600)
 
 
 class QuotaOptions(Settings, frozen=True, kw_only=True):
-    """Limits on the bytes that blocks of all engines together take; see docs/redis.md."""
+    """Limits on the bytes that blocks of all engines together take; see docs/how-to/redis.md."""
 
     namespace: Size | None = None
     """Most bytes of a namespace: one model, layout and deployment."""
@@ -108,7 +108,7 @@ class QuotaOptions(Settings, frozen=True, kw_only=True):
 
 
 class RedisOptions(Settings, frozen=True, kw_only=True):
-    """The keys of a Redis tier; see docs/redis.md."""
+    """The keys of a Redis tier; see docs/how-to/redis.md."""
 
     url: str
     """``redis://host:port/db``, ``rediss://`` for TLS or ``unix:///path``. For Sentinel and
@@ -118,15 +118,19 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     cluster: bool = False
     """True if the hosts of the URL are nodes of a Redis Cluster."""
     username: str = ""
+    """Name of an ACL user, instead of the one in the URL."""
     password: str = ""
-    """Name and password of an ACL user, instead of those in the URL."""
+    """Password of that user."""
     sentinel_username: str = ""
+    """Name of an ACL user of the Sentinels."""
     sentinel_password: str = ""
+    """Password of that user."""
     ca: str = ""
     """File with the CA certificates that verify the servers; the system's if empty."""
     certificate: str = ""
+    """File with the client certificate, for servers that ask for one."""
     certificate_key: str = ""
-    """Files with the client certificate and its key, for servers that ask for one."""
+    """File with the key of that certificate."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 4
     """Most connections to each server."""
     connect_timeout: Duration = Duration(2)

@@ -59,7 +59,7 @@ class Loaded:
         """vLLM's worker manager of LoRA adapters; None if the engine has none."""
         if not self._models:
             what = "the model that computes the KV is not found in this process"
-            raise ConfigError(what, hint="use a version of vLLM that docs/vllm.md names")
+            raise ConfigError(what, hint="use a version of vLLM that docs/how-to/vllm.md names")
         self._modules = {id(one) for model in self._models.values() for one in model.modules()}
         self._touched = False
         self._parameters: list[torch.nn.Parameter] = []

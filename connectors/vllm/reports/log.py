@@ -15,7 +15,7 @@ from kvladder.manager import CacheManager
 logger = logging.getLogger("vllm.kvladder")
 
 TESTED = ((0, 32), (0, 33))
-"""Versions of vLLM, major and minor, that the tests were run with; also listed in docs/vllm.md."""
+"""Versions of vLLM, major and minor, that tests ran with; docs/how-to/vllm.md lists them, too."""
 
 
 class _ToVLLM(logging.Handler):

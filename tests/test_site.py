@@ -1,0 +1,149 @@
+"""What the site shows of the product is what the product has."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from kvladder.config.registry import BUILT_IN
+from kvladder.config.settings import Sections
+from kvladder.schema import keys_of
+from tests.kit.scripts import script
+from tests.kit.source import LINKS, ROOT, python_files
+from tests.test_docs import blocks, configurations
+from tests.test_readmes import missing
+
+settings: Any = script("settings")
+drawings: Any = script("drawings")
+jsonschema: Any = importlib.import_module("jsonschema")
+SCHEMA = settings.whole()
+OF_USERS = {"stack.yaml"}
+"""Files that a page has its reader make."""
+_LINK = re.compile(r"\]\([^)]*\)")
+HOST = "tiers: [{type: host}, "
+
+
+def wrong(text: str) -> list[str]:
+    """What the schema finds wrong with a stack."""
+    checker = jsonschema.Draft7Validator(SCHEMA)
+    return [error.message for error in checker.iter_errors(yaml.safe_load(text))]
+
+
+def test_the_pages_of_settings_are_current() -> None:
+    for path, text in settings.render().items():
+        assert path.read_text(encoding="utf-8") == text, "run python .ci/settings.py"
+
+
+def test_the_drawings_are_current() -> None:
+    made = drawings.render()
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, "run python .ci/drawings.py"
+        ElementTree.fromstring(text)
+    assert set(drawings.FOLDER.iterdir()) == set(made)
+
+
+def test_a_plot_shows_what_is_in_its_table() -> None:
+    assert drawings.one("2026-11-23-shared-tiers.md", "redis put, 16 of 1 MiB", "ours") == 1.576
+    plot = drawings.shared_tiers()
+    assert ">1.576<" in plot
+    with pytest.raises(ValueError, match="unpack"):
+        drawings.one("2026-11-23-shared-tiers.md", "no such row", "ours")
+
+
+@pytest.mark.parametrize("folder", ["explanation", "tutorials", "contributing"])
+def test_files_that_pages_name_exist(folder: str) -> None:
+    pages = sorted((ROOT / "docs" / folder).glob("*.md"))
+    assert pages
+    for page in pages if folder != "contributing" else [ROOT / "docs" / folder / "index.md"]:
+        text = page.read_text(encoding="utf-8")
+        named = [name for name in missing(_LINK.sub("", text), ROOT) if name not in OF_USERS]
+        assert not named, page
+
+
+@pytest.mark.parametrize(
+    ("page", "script", "rows"), [("vllm", "demo", 8), ("sglang", "demo_sglang", 7)]
+)
+def test_a_tutorial_names_the_runs_of_its_demo(page: str, script: str, rows: int) -> None:
+    source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
+    path = ROOT / "docs" / "tutorials" / f"{page}.md"
+    text = path.read_text(encoding="utf-8")
+    [shown] = [block for _, block in blocks(path, "text") if "can come from" in block]
+    table = shown.split("\n\n")[1].splitlines()[1:]
+    names = [line.partition("  ")[0] for line in table]
+    assert len(names) == rows
+    assert not [name for name in names if f'"{name}"' not in source]
+    assert not [line for line in shown.split("\n\n")[2].splitlines() if line[:6] != "ok    "]
+    explained = {*re.findall(r"\*([^*]+)\*", text[text.index("How to read the table") :])}
+    assert {name.removeprefix("control: ") for name in names} <= explained
+
+
+def test_a_symptom_is_in_the_words_of_the_product() -> None:
+    symptoms = [symptom for symptom, *_ in cells("docs/how-to/troubleshoot.md", "symptom")]
+    quoted = {word for symptom in symptoms for word in re.findall(r"`([^`]+)`", symptom)}
+    assert len(quoted) > 8
+    files = [*python_files("kvladder", *LINKS), "kvladder/publishing/metrics.yaml"]
+    product = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in files)
+    parts = {part for word in quoted for part in re.split(r"[. :]+", word) if part}
+    assert not [part for part in parts if part not in product]
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a text."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = (ROOT / "docs").rglob("*.md")
+    names = [str(page.relative_to(ROOT / "docs")) for page in pages]
+    left = [name for name in names if f"{name}\n" not in text]
+    assert not [name for name in left if not name.startswith("decisions/0")]
+
+
+def test_every_setting_says_what_it_means() -> None:
+    lines = [line for line in settings.page().splitlines() if line.startswith("| `")]
+    assert len(lines) > 80
+    assert not [line for line in lines if line.endswith("|  |")]
+
+
+def test_the_schema_is_one_and_has_every_section_tier_and_codec() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    assert {*keys_of(Sections), "tiers"} < set(SCHEMA["properties"])
+    assert {f"tier-{name}" for name in BUILT_IN["tiers"]} < set(SCHEMA["$defs"])
+    assert {f"codec-{name}" for name in BUILT_IN["codecs"]} < set(SCHEMA["$defs"])
+    assert json.loads(settings.SCHEMA.read_text()) == SCHEMA
+
+
+@pytest.mark.parametrize("text", list(configurations()))
+def test_the_schema_accepts_what_pages_show(text: str) -> None:
+    assert not wrong(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("arena: {sise: 1 GiB}", "'sise' was unexpected"),
+        ("host: 1 GiB\nfile: /tmp/a", "'file' was unexpected"),
+        ("fetch: {when: sometimes}", "is not valid"),
+        ("limits: {priority: 101}", "is not valid"),
+        (HOST + "{type: files, capacity: 1 GiB}]", "'path' is a required property"),
+        (HOST + "{type: files, path: /a, capacity: 1 GiB, url: b}]", "'url' was unexpected"),
+        (HOST + "{type: memory, capacity: 1 GiB, codecs: [{name: zstd, lever: 3}]}]", "'lever'"),
+        ("tiers: [{name: a}]", "'type' is a required property"),
+    ],
+)
+def test_the_schema_refuses_what_a_start_refuses(text: str, says: str) -> None:
+    assert any(says in one for one in wrong(text)), wrong(text)
+
+
+def test_the_schema_accepts_variables_and_plug_ins() -> None:
+    assert not wrong("limits: {priority: '${TOP}'}\nmodel:\nblock: 1 MiB\ncontrol: /tmp/a")
+    assert not wrong(HOST + "{type: mine, colour: red}]")
