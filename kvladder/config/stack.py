@@ -163,10 +163,8 @@ class StackConfig(Sections, frozen=True, kw_only=True):
                 hint = "choose another name"
                 raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
             own = [("name", tier.name)]
-            if tier.type == "files":  # two levels would use each other's space
-                own.append(("path", os.path.realpath(tier.options.path)))
-            if tier.type in {"redis", "object"}:  # one would remove blocks of the other
-                own += [("url", place) for place in tier.options.places]
+            # two levels would use each other's space, or remove each other's blocks
+            own += getattr(getattr(tier, "options", None), "claims", ())
             for key, value in own:
                 first = claims.setdefault((key, value), i)
                 if first != i:
