@@ -32,6 +32,11 @@ _DURATION_NAMES: Final = {
 }  # fmt: skip
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a number with its noun, in the plural unless it is 1: ``1 block``, ``2 blocks``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def _split(text: str) -> tuple[str, str]:
     """Return number and unit of ``text``; either is empty if it is missing."""
     found = _NUMBER.fullmatch(text)

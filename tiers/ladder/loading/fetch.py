@@ -17,6 +17,7 @@ from kvladder.tiers.label import LevelRead, SlotAccess
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.records.index import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE
+from kvladder.units import counted
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level
@@ -134,6 +135,12 @@ class Fetch:
         self._answered = False
         self._released = False
         self._settled: threading.Event | None = None
+
+    def __repr__(self) -> str:  # changes nothing, unlike ``done``
+        here = len(self._slots) - len(self._waiting)
+        state = "done" if self._answered else f"{len(self._waiting)} in flight"
+        state = "released" if self._released else state
+        return f"<Fetch: {here} of {counted(len(self.keys), 'block')}, {state}>"
 
     # ---- for the stack, with the lock held
 
