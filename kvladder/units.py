@@ -99,6 +99,11 @@ class Size(int):
                 return f"{tenths / 10:g} {name}"
         return f"{int(self)} B"
 
+    def brief(self) -> str:
+        """Return text for people: as it is written if that is short, else rounded."""
+        exact = str(self)
+        return self.about() if exact == f"{int(self)} B" else exact
+
     def about(self) -> str:
         """Return text rounded in a binary unit, for tables: ``1.82 TiB``."""
         power = max(0, min((int(self).bit_length() - 1) // 10, 5))
