@@ -51,7 +51,10 @@ NAMED = {
     "memory": {
         "kvladder/cli/evaluate.py",  # codecs need some tier
     },
-    "redis": {"kvladder/testing/redisserver.py"},  # the scheme of a URL
+    "redis": {
+        "kvladder/testing/redisserver.py",  # the scheme of a URL
+        "tiers/nixl/roster.py",  # keeps its list in a Redis
+    },
     "nixl": EXPORT,
     "mooncake": set[str](),
     "object": set[str](),
