@@ -64,6 +64,9 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
 }
 """Kvladder's own classes, found whether it is installed or run from its source tree."""
 
+_EXTRAS: Final = {"fp8": "torch", "aes-gcm": "encryption"}
+"""Extras that install the libraries of built-in codecs; a built-in tier's type names its own."""
+
 _KINDS: Final[Mapping[Group, tuple[str, type]]] = {
     "tiers": ("tier type", Tier),
     "policies": ("policy", EvictionPolicy),
@@ -137,8 +140,10 @@ def _loaded(point: EntryPoint, declared: TierType | None, path: str, what: str =
         return point.load()
     except (ImportError, AttributeError) as error:
         hint = f"it is {point.value}, from {_owner(point)}"
-        if declared is not None and declared.hint and isinstance(error, ImportError):
-            hint = declared.hint
+        extra = _EXTRAS.get(point.name) if point.value == BUILT_IN["codecs"].get(point.name) else ""
+        missing = declared.hint if declared else f"install kvladder[{extra}]" if extra else ""
+        if missing and isinstance(error, ImportError):
+            hint = missing
         what = what or f"tier type {point.name!r}"
         raise ConfigError(f"{what} cannot be loaded: {error}", path=path, hint=hint) from error
 

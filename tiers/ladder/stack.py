@@ -82,6 +82,9 @@ class TierStack(StackQueries):
         )
         self._expiry = Expiry(self._all_levels, shared)
 
+    def __repr__(self) -> str:
+        return f"<TierStack: {', '.join(level.name for level in self._all_levels)}>"
+
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Open the levels one after the other; if one refuses, close those that are open.
 

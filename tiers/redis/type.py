@@ -10,5 +10,6 @@ TYPE = TierType(
     summary="Redis or Valkey servers that engines share: standalone, Sentinel, Cluster, TLS",
     survives="yes, as long as the server keeps it",
     docs="how-to/redis.md",
+    extra="redis",
     libraries=("redis",),
 )

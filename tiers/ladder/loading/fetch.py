@@ -16,6 +16,7 @@ from kvladder.keys import BlockKey
 from kvladder.policy.fetch_cost import AvoidedCompute, Patience
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.records.terms import ANYWHERE
+from kvladder.units import counted
 
 
 class Pins(Protocol):
@@ -100,6 +101,12 @@ class Fetch:
         # Wakes a thread in ``wait``. It may have begun to wait in any state but the final ones, and
         # the event stays when they come: so it is no state.
         self._settled: threading.Event | None = None
+
+    def __repr__(self) -> str:  # changes nothing, unlike ``done``
+        here = len(self._slots) - len(self._waiting)
+        state = "done" if self._answered else f"{len(self._waiting)} in flight"
+        state = "released" if self._released else state
+        return f"<Fetch: {here} of {counted(len(self.keys), 'block')}, {state}>"
 
     # ---- for the stack, with the lock held
 
