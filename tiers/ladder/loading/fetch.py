@@ -104,8 +104,8 @@ class Fetch:
 
     def __repr__(self) -> str:  # changes nothing, unlike ``done``
         here = len(self._slots) - len(self._waiting)
-        state = "done" if self._answered else f"{len(self._waiting)} in flight"
-        state = "released" if self._released else state
+        is_final = self._state in (_ANSWERED, _RELEASED)
+        state = self._state.value if is_final else f"{len(self._waiting)} in flight"
         return f"<Fetch: {here} of {counted(len(self.keys), 'block')}, {state}>"
 
     # ---- for the stack, with the lock held
