@@ -60,7 +60,7 @@ def test_objects_say_what_they_are_and_in_which_state():
         assert repr(save) == "<Save: 2 blocks, ended>"
         fetch = cache.fetch(keys[:1])
         assert fetch.done
-        assert repr(fetch) == "<Fetch: 1 of 1 block, done>"
+        assert repr(fetch) == "<Fetch: 1 of 1 block, answered>"
         fetch.release()
         assert repr(fetch) == "<Fetch: 1 of 1 block, released>"
     assert repr(cache) == f"<CacheManager closed: {what}"
