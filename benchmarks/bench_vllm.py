@@ -75,7 +75,7 @@ class Ours:
         assert self.manager.lookup(HASHES).total in (0, BLOCKS)
 
     def reserve(self) -> None:
-        self._job = self.connector.save(HASHES, self.blocks)
+        self._job = self.connector.save(HASHES, self.blocks).job
         assert self._job is not None
 
     def commit(self) -> None:

@@ -44,6 +44,20 @@ class OpenJob:
             (self.holds.release if self.ok or self.excused else self.holds.forget)()
 
 
+@dataclass(frozen=True, slots=True)
+class StartedSave:
+    """The result of ``Connector.save``; false if there is nothing to copy."""
+
+    job: JobId | None
+    """The copy in flight; None if there is nothing to copy."""
+    floor: int
+    """Lowest priority so far: ``parent_floor`` of the prefix's next blocks, copied or not."""
+
+    def __bool__(self) -> bool:
+        """Return whether there is something to copy."""
+        return self.job is not None
+
+
 class Connector(ABC):
     """The interface that an engine calls, from one thread.
 
@@ -128,15 +142,16 @@ class Connector(ABC):
         salt: str = "",
         group: int = 0,
         session: str | None = None,
-    ) -> JobId | None:
+    ) -> StartedSave:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
         ``keys`` name consecutive blocks of one prefix, one key for each of ``blocks``. The blocks
         are complete, or will be once the work already queued on the engine's device is done.
         ``priorities`` has, for each block, a priority and its duration in seconds (None: for
         good), as :meth:`kvladder.Retention.of_blocks` returns it. None gives all the default. The
-        other options are those of :meth:`kvladder.manager.CacheManager.save`. Returns None if
-        there is nothing to copy. The blocks are hits once ``poll`` has reported the job's end.
+        other options are those of :meth:`kvladder.manager.CacheManager.save`. The blocks are hits
+        once ``poll`` has reported the end of the result's ``job``. The next blocks of the prefix
+        get the result's ``floor`` as ``parent_floor``.
         """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
@@ -154,7 +169,8 @@ class Connector(ABC):
             session=session,
         )
         whole = len(save.indices) == len(blocks)
-        return self.fill(save, blocks if whole else [blocks[n] for n in save.indices], group=group)
+        chosen = blocks if whole else [blocks[n] for n in save.indices]
+        return StartedSave(self.fill(save, chosen, group=group), save.floor)
 
     def fill(self, save: Save, blocks: Sequence[int], *, group: int = 0) -> JobId | None:
         """Begin to copy ``blocks`` into the slots of a save; return None if it has no slots.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvladder.connectors.base import Connector
+from kvladder.connectors.base import Connector, StartedSave
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
@@ -59,13 +59,15 @@ class InlineConnector(Connector):
             self._report(one)
         return finished
 
-    def wait(self, job: JobId | None) -> list[Finished]:
+    def wait(self, job: JobId | StartedSave | None) -> list[Finished]:
         """Wait until ``job`` has ended; return all jobs that ended since the last poll.
 
-        This is the connector's only call that waits. If ``job`` is None, it does not wait.
+        ``job`` is the result of ``load`` or ``save``. This is the connector's only call that waits.
+        It does not wait if there is nothing to copy.
         """
-        if job is not None:
-            self._copier.wait([job])
+        waited = job.job if isinstance(job, StartedSave) else job
+        if waited is not None:
+            self._copier.wait([waited])
         return self.poll()
 
     def close(self) -> None:

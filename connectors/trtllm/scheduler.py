@@ -252,19 +252,17 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         blocks = state.blocks[begin:full]
         new = [begin + at not in state.promised for at in range(len(blocks))]
         only = [at for at, block in enumerate(blocks) if block != NO_PAGE and new[at]]
-        said = _said(state.priorities, begin, full)
-        job = self._cache.connector.save(
+        started = self._cache.connector.save(
             keys,
             blocks,
             only=only,
-            priorities=said,
+            priorities=_said(state.priorities, begin, full),
             parent_floor=state.floor,
             salt=state.salt,
         )
-        worth = [PRIORITY_DEFAULT] if said is None else [priority for priority, _ in said]
-        state.floor = min(state.floor, *worth)
-        if job is not None:
-            self._saving[job] = request_id
+        state.floor = started.floor
+        if started.job is not None:
+            self._saving[started.job] = request_id
 
     # ---- the end of a request
 

@@ -12,7 +12,7 @@ from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.requests import RequestState
 from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
-from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.eviction import PRIORITY_MAX
 
 
 class Writes:
@@ -176,9 +176,8 @@ class Saver:
             prompt_tokens=request.num_prompt_tokens,
         )
         floor = state.floors[group.index] if begin else PRIORITY_MAX
-        said = [] if wanted is None else [priority for priority, _ in wanted]
-        said, before = said[first - begin :], said[: first - begin]
-        job = self._connector.save(
+        before = [] if wanted is None else [priority for priority, _ in wanted[: first - begin]]
+        started = self._connector.save(
             keys,
             blocks,
             only=None if len(chosen) == len(keys) else chosen,
@@ -190,9 +189,9 @@ class Saver:
             group=group.index,
             session=policy.session,
         )
-        if job is not None and state.number:
-            self._owners[job] = state.number
-        state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
+        if started.job is not None and state.number:
+            self._owners[started.job] = state.number
+        state.floors[group.index] = started.floor
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
         """Begin to save the states that vLLM hands over, each exact after a number of tokens."""

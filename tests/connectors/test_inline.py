@@ -12,6 +12,7 @@ from kvladder.connectors.inline import InlineConnector
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
 
 BLOCK_TOKENS = 16
 KEYS = [BlockKey(bytes([index]) * 32) for index in range(20)]
@@ -47,13 +48,50 @@ def test_a_prompt_that_was_saved_is_loaded_into_other_blocks(manager: CacheManag
     assert torch.equal(kv[20:23], kv[[1, 4, 2]])
 
 
+@pytest.mark.parametrize("limit", [PRIORITY_MAX, 50])
+@pytest.mark.parametrize("known", [range(0), range(1, 5)])
+def test_a_prefix_that_is_saved_in_pieces_has_the_floors_of_one_that_is_saved_at_once(
+    limit: int, known: range
+) -> None:
+    """Also where blocks are cached already, or where ``limits.priority`` is below a priority."""
+    host = {"type": "host", "min_priority": 0}
+    source = {"arena": {"size": "1 MiB"}, "tiers": [host], "limits": {"priority": limit}}
+    priorities = [(90, None), (40, None), (70, None), (20, None), (60, None), (80, None)]
+    floors: list[list[int]] = []
+    for pieces in ([range(6)], [range(2), range(2, 3), range(3, 6)]):
+        kv = make_kv()
+        with open_cache(source, layout=layout_of(kv)) as manager:
+            connector = InlineConnector(manager, kv)
+            keys, floor = connector.keys(range(96)), PRIORITY_MAX
+            for at in known:
+                manager.save(keys[at : at + 1]).commit()
+            for piece in pieces:
+                started = connector.save(
+                    [keys[at] for at in piece],
+                    piece,
+                    priorities=[priorities[at] for at in piece],
+                    parent_floor=floor,
+                )
+                connector.wait(started)
+                floor = started.floor
+            assert floor == 20
+            metas = list(map(manager.ladder.meta, keys))
+            floors.append([meta.floor for meta in metas if meta is not None])
+            connector.close()
+    assert floors[0] == floors[1]
+    assert len(floors[0]) == 6
+
+
 def test_what_is_cached_is_not_copied_again(manager: CacheManager) -> None:
     connector = InlineConnector(manager, make_kv())
     keys = connector.keys(range(64))
     connector.wait(connector.save(keys[:3], [0, 1, 2]))
     (finished,) = connector.wait(connector.save(keys, [0, 1, 2, 3]))
     assert finished.bytes == manager.layout.block_bytes
-    assert connector.save(keys, [0, 1, 2, 3]) is None
+    nothing = connector.save(keys, [0, 1, 2, 3])
+    assert nothing.job is None
+    assert not nothing
+    assert connector.wait(nothing) == []
     connector.close()
 
 
@@ -118,7 +156,7 @@ class Ranks(Connector):
 
 def test_a_save_is_a_hit_when_every_rank_has_copied_its_part(manager: CacheManager) -> None:
     ranks = Ranks(manager, 2)
-    job = ranks.save(KEYS[:3], [5, 6, 7])
+    job = ranks.save(KEYS[:3], [5, 6, 7]).job
     assert ranks.jobs[0].blocks == (5, 6, 7)
     assert ranks.report(job) is None
     assert (ranks.hits(KEYS), ranks.busy) == (0, True)
@@ -128,7 +166,7 @@ def test_a_save_is_a_hit_when_every_rank_has_copied_its_part(manager: CacheManag
 
 def test_a_save_that_one_rank_failed_is_no_hit(manager: CacheManager) -> None:
     ranks = Ranks(manager, 2)
-    job = ranks.save(KEYS[:3], [5, 6, 7])
+    job = ranks.save(KEYS[:3], [5, 6, 7]).job
     ranks.report(job, ok=False)
     ranks.report(job)
     assert ranks.hits(KEYS) == 0
@@ -136,7 +174,7 @@ def test_a_save_that_one_rank_failed_is_no_hit(manager: CacheManager) -> None:
 
 
 def saved(ranks: Ranks, count: int) -> None:
-    job = ranks.save(KEYS[:count], range(count))
+    job = ranks.save(KEYS[:count], range(count)).job
     for _ in range(2):
         ranks.report(job)
 
@@ -167,7 +205,7 @@ def test_a_failed_load_forgets_its_blocks(manager: CacheManager) -> None:
 def test_closing_gives_up_what_has_not_ended(manager: CacheManager) -> None:
     ranks = Ranks(manager, 2)
     saved(ranks, 2)
-    job = ranks.save(KEYS[2:4], [2, 3])
+    job = ranks.save(KEYS[2:4], [2, 3]).job
     ranks.load(ranks.match(KEYS), [9, 10])
     ranks.close()
     assert ranks.report(job) is None
@@ -179,7 +217,7 @@ def test_more_blocks_than_matched_are_refused_and_nothing_stays_pinned(
     manager: CacheManager,
 ) -> None:
     ranks = Ranks(manager, 1)
-    ranks.report(ranks.save(KEYS[:2], [0, 1]))
+    ranks.report(ranks.save(KEYS[:2], [0, 1]).job)
     with pytest.raises(ValueError, match="3 blocks from 0 on, but 2 matched"):
         ranks.load(ranks.match(KEYS), [4, 5, 6])
     with pytest.raises(ValueError, match="2 keys for 1 blocks"):

@@ -175,7 +175,7 @@ def test_priorities_decide_which_levels_take_a_block(make: Make, stack: Any, by_
     stack(more=", min_priority: 50")
     engine = make()
     engine.run(PROMPT, priorities=[80] * 4 + [40] * 9, by_step=by_step)
-    engine.run(OTHER)
+    engine.run(OTHER, priorities=[40] * 4 + [80] * 6, by_step=by_step)  # 40 counts for all of it
     engine.idle()
     assert engine.manager.stats()["cold"]["blocks"] == 4
     assert engine.run(PROMPT).matched == 192
