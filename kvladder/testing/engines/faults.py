@@ -43,11 +43,11 @@ class Copies:
             self.let_go()
             stop(copier)
 
-        def closed(arena: Arena) -> None:
+        def closed(arena: Arena) -> bool:
             jobs = [job for owner, job in self._in_flight if owner is arena]
             self.unsafe += jobs
             self.let_go()
-            close(arena)
+            return close(arena)
 
         monkeypatch.setattr(ThreadedCopier, "_submit", submitted)
         monkeypatch.setattr(ThreadedCopier, "close", stopped)

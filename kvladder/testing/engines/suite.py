@@ -62,12 +62,11 @@ class ConnectorFixtures:
     @pytest.fixture
     def opened(self, make: MakeEngine, copies: Copies, cold: Cold) -> Iterator[Opened]:
         """Yield what opens engines; close them after the test, and check what they leave."""
-        opened = Opened(make, self, copies, cold)
+        opened = Opened(make, self, copies)
         yield opened
         copies.let_go()
         cold.heal()
         opened.close()
-        assert not copies.unsafe, "a copy was in flight when its arena was closed"
 
     @pytest.fixture
     def engine(self, opened: Opened) -> Driver:
@@ -83,13 +82,10 @@ class ConnectorFixtures:
 class Opened:
     """Opens engines of a test, and closes them."""
 
-    def __init__(
-        self, make: MakeEngine, limits: ConnectorFixtures, copies: Copies, cold: Cold
-    ) -> None:
+    def __init__(self, make: MakeEngine, limits: ConnectorFixtures, copies: Copies) -> None:
         self._make = make
         self._limits = limits
         self._copies = copies
-        self._cold = cold
         self._engines: list[SampleEngine] = []
 
     def engine(self, *, cold: bool, slots: int = SLOTS, min_priority: int = 0) -> Driver:
@@ -124,6 +120,7 @@ class Opened:
             engine = self._engines.pop()
             engine.manager.check()
             engine.close()
+            assert not self._copies.unsafe, "the cache was closed while a copy was in flight"
             assert engine.manager.arena.free == engine.manager.arena.slots, "a slot is claimed"
 
 
@@ -143,11 +140,9 @@ class Driver:
             self.engine.step()
             time.sleep(EVERY_S)
 
-    def prompt(self, number: int, blocks: int, *, shared: int = 0) -> list[int]:
-        """Return the tokens of a prompt; those of the same number share ``shared`` blocks."""
-        size = self.block_tokens
-        head = [1000 * number + n for n in range(shared * size)]
-        return head + [1000 * number + 500 + n for n in range((blocks - shared) * size)]
+    def prompt(self, number: int, blocks: int) -> list[int]:
+        """Return the tokens of a prompt; prompts of other numbers begin with other tokens."""
+        return [1000 * number + n for n in range(blocks * self.block_tokens)]
 
     def data(self, tokens: Sequence[int], index: int, salt: str = "") -> bytes:
         """Return the bytes of one block of a prompt."""
@@ -212,8 +207,8 @@ class Driver:
     def load(
         self, match: Any, tokens: Sequence[int], blocks: Sequence[int], *, salt: str = ""
     ) -> None:
-        """Load all found blocks into ``blocks``, and check each byte of these and their others."""
-        others = [block for block in range(BLOCKS) if block not in blocks][:4]
+        """Load all found blocks into ``blocks``; check each byte of these and of all others."""
+        others = [block for block in range(BLOCKS) if block not in blocks]
         self.wipe(blocks)
         before = [self.engine.read(block) for block in others]
         load = self.engine.load(match, blocks)
@@ -250,10 +245,12 @@ class ConnectorTests(ConnectorFixtures):
         engine.expect(second, range(16, 16 + SLOTS))
 
     def test_a_miss_is_a_miss(self, alone: Driver) -> None:
-        known = alone.prompt(1, 4, shared=2)
+        known, head, size = alone.prompt(1, 4), alone.prompt(3, 1), alone.block_tokens
         alone.save(known, range(4))
+        alone.save(head, [4])
         assert alone.found(alone.prompt(2, 4)) == 0
-        other = [*known[: 2 * alone.block_tokens], *alone.prompt(3, 2)]
+        assert alone.found([*head, *known[size:]]) == 1, "a block counts behind another prefix"
+        other = [*known[: 2 * size], *alone.prompt(2, 2)]
         match, found = alone.search(other)
         assert found == 2, "exactly the shared blocks must be found"
         alone.load(match, other, [9, 8])
@@ -291,9 +288,7 @@ class ConnectorTests(ConnectorFixtures):
         self, opened: Opened, cold: Cold, pieces: tuple[int, ...]
     ) -> None:
         engine = opened.engine(cold=True, min_priority=50)
-        engine.save(
-            engine.prompt(1, 4), range(4), pieces=pieces, priorities=[80, 80, 40, 80]
-        )
+        engine.save(engine.prompt(1, 4), range(4), pieces=pieces, priorities=[80, 80, 40, 80])
         assert len(cold.keys) == 2, "the third block has less than the tier takes"
 
     # ---- failures
@@ -383,6 +378,7 @@ class ConnectorTests(ConnectorFixtures):
         end.start()
         try:
             match = engine.engine.match(first)
+            assert not end.finished.is_set(), "the search waited for the tier"
             engine.until(lambda: cold.hangs, "the tier was never called")
             engine.engine.save(more, range(4))
             for _ in range(STEPS):
@@ -396,9 +392,7 @@ class ConnectorTests(ConnectorFixtures):
 
     # ---- the end
 
-    def test_the_copies_end_before_the_cache(
-        self, opened: Opened, copies: Copies, cold: Cold
-    ) -> None:
+    def test_the_copies_end_before_the_cache(self, opened: Opened, copies: Copies) -> None:
         engine = opened.engine(cold=True)
         kept, late = engine.prompt(1, 3), engine.prompt(2, 3)
         engine.save(kept, range(3))
@@ -407,7 +401,6 @@ class ConnectorTests(ConnectorFixtures):
         engine.engine.save(late, range(3))
         engine.engine.step()
         opened.close()
-        assert not copies.unsafe, "the cache was closed while a copy was in flight"
         again = opened.engine(cold=True)
         again.expect(kept, range(4, 7))
         match, found = again.search(late)
