@@ -136,7 +136,9 @@ class ConnectorEngine(SampleEngine):
             started = self.connector.save(
                 keys[part],
                 blocks[part],
-                priorities=priorities and [(priority, None) for priority in priorities[part]],
+                priorities=None
+                if priorities is None
+                else [(one, None) for one in priorities[part]],
                 parent_floor=floor,
                 salt=salt,
             )

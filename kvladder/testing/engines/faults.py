@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -33,7 +33,8 @@ class Copies:
         self._open = threading.Event()
         self._open.set()
         self._in_flight: list[tuple[Any, CopyJob]] = []
-        submit, stop, close = ThreadedCopier._submit, ThreadedCopier.close, Arena.close
+        submit = ThreadedCopier._submit  # pyright: ignore[reportPrivateUsage]
+        stop, close = ThreadedCopier.close, Arena.close
 
         def submitted(copier: ThreadedCopier, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
             self.begun.append(job)
@@ -86,29 +87,30 @@ class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The cold tier has no settings."""
 
 
+class ColdTier(FakeTier):
+    """A durable tier of one test; ``Cold.tier_class`` is the subclass that a stack opens."""
+
+    Options: ClassVar = NoOptions
+    cold: ClassVar[Cold]
+    """The control of this test."""
+
+    def __init__(self, options: NoOptions) -> None:
+        del options
+        super().__init__(store=self.cold.store, durable=True)
+
+    async def open(self, context: TierContext) -> None:
+        self.cold.opened.append((self, asyncio.get_running_loop()))
+        await super().open(context)
+
+
 class Cold:
     """The cold tier of a test: its medium, its faults, and the class to register as a type."""
 
     def __init__(self) -> None:
         self.store = FakeStore()
-        self._tiers: list[FakeTier] = []
-        self._loops: list[asyncio.AbstractEventLoop] = []
-        cold = self
-
-        class ColdTier(FakeTier):
-            Options = NoOptions
-            durable = True
-
-            def __init__(self, options: NoOptions) -> None:
-                del options
-                super().__init__(store=cold.store, durable=True)
-                cold._tiers.append(self)
-
-            async def open(self, context: TierContext) -> None:
-                cold._loops.append(asyncio.get_running_loop())
-                await super().open(context)
-
-        self.tier_class: type[FakeTier] = ColdTier
+        self.opened: list[tuple[ColdTier, asyncio.AbstractEventLoop]] = []
+        """The tiers that were opened, each with its loop."""
+        self.tier_class: type[ColdTier] = type("OneColdTier", (ColdTier,), {"cold": self})
 
     @property
     def keys(self) -> set[BlockKey]:
@@ -117,21 +119,21 @@ class Cold:
 
     def damage(self, keys: set[BlockKey]) -> None:
         """Damage the bytes that reads of these blocks return."""
-        for tier in self._tiers:
+        for tier, _ in self.opened:
             tier.corrupt(*keys)
 
     def hang(self) -> None:
         """Let each call to the tier hang from now on."""
-        for tier in self._tiers:
+        for tier, _ in self.opened:
             tier.script.append(Hang(times=None))
 
     @property
     def hangs(self) -> bool:
         """True while a call hangs."""
-        return any(tier.held for tier in self._tiers)
+        return any(tier.held for tier, _ in self.opened)
 
     def heal(self) -> None:
         """End all hanging calls, from any thread."""
-        for tier, loop in zip(self._tiers, self._loops, strict=False):
+        for tier, loop in self.opened:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(tier.heal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -56,7 +56,8 @@ class ConnectorFixtures:
     def cold(self, monkeypatch: pytest.MonkeyPatch) -> Cold:
         """Return the control of the cold tier."""
         cold = Cold()
-        monkeypatch.setitem(registry._registered, ("tiers", COLD), cold.tier_class)
+        registered = registry._registered  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setitem(registered, ("tiers", COLD), cold.tier_class)
         return cold
 
     @pytest.fixture
@@ -134,11 +135,11 @@ class Driver:
 
     def until(self, holds: Callable[[], object], what: str) -> None:
         """Step the engine until ``holds`` is true."""
-        end = time.monotonic() + self._patience_s  # kvladder waits for nothing but this
+        end = time.monotonic() + self._patience_s
         while not holds():
             assert time.monotonic() < end, what
             self.engine.step()
-            time.sleep(EVERY_S)
+            Event().wait(EVERY_S)
 
     def prompt(self, number: int, blocks: int) -> list[int]:
         """Return the tokens of a prompt; prompts of other numbers begin with other tokens."""
