@@ -50,7 +50,7 @@ bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NA
 gpu:  ## on a machine with CUDA: tests and rows; needs torch and NumPy, skips by name what else is missing
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
-shape: .venv/stamp  ## lines of code by room, files that a block crosses, what an author of a tier meets
+shape: .venv/stamp  ## what to read for a change, lines of code by room, files that a block crosses
 	PYTHONPATH=$(CURDIR) $(PY) -W ignore .ci/shape.py $(ARGS)
 
 .venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c .ci/venv .ci/vllm_versions.py

@@ -41,7 +41,7 @@ class Ours:
         }
         spec = type("FullAttentionSpec", (), {"block_size": 16})()
         group = SimpleNamespace(layer_names=["l"], kv_cache_spec=spec)
-        self.half = SchedulerHalf(
+        scheduler = SchedulerHalf(
             SimpleNamespace(
                 model_config=SimpleNamespace(
                     model="bench", hf_config=SimpleNamespace(to_dict=dict)
@@ -56,7 +56,7 @@ class Ours:
             notices=Notices(lambda: 0.0),
         )
         described = RankDescription(0, this_node(), (4096,), fields={}, weights=b"digest")
-        self.half.start({0: described})
+        self.half = scheduler.start({0: described})
         self.connector = self.half.connector
         self.manager = self.connector.manager
         self.request = SimpleNamespace(
@@ -88,7 +88,7 @@ class Ours:
 
     def load(self) -> None:
         self.half.allocated(self.request, [self.blocks], BLOCKS * 16)
-        (self._job,) = self.half._states["r"].loading  # pyright: ignore[reportPrivateUsage]
+        (self._job,) = self.half._states["r"].lookup.loading  # pyright: ignore[reportPrivateUsage]
 
     def loaded(self) -> None:
         self._end()

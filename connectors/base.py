@@ -16,6 +16,7 @@ from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager, Fetch, Save
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.fetch_cost import AvoidedCompute
+from kvladder.units import counted
 
 
 @dataclass(slots=True)
@@ -80,6 +81,10 @@ class Connector(ABC):
         self._reports = reports
         self._jobs: dict[JobId, OpenJob] = {}
         self._ids = count(1)
+
+    def __repr__(self) -> str:
+        jobs = counted(len(self._jobs), "job")
+        return f"<{type(self).__name__}: {jobs} in flight, {self.manager!r}>"
 
     @abstractmethod
     def _start(self, job: CopyJob) -> None:

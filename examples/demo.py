@@ -89,7 +89,7 @@ class Engine:
     @property
     def half(self) -> Any:
         """The connector's scheduler half."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.running
 
     def generate(self, prompt: list[int]) -> Any:
         """Return vLLM's answer to a prompt."""

@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--decode", required=True, metavar="HTTP")
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode)
+    here = f"http://127.0.0.1:{options.port}"
+    print(f"{here} prefills on {options.prefill}, decodes on {options.decode}", flush=True)
     web.run_app(application(proxy), host="127.0.0.1", port=options.port, print=None)
 
 

@@ -113,6 +113,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     engines = [Engine(*text.split(",")) for text in options.engine]
     router = Router(engines, tokenizer=tokenizer, blind=options.blind)
+    there = ", ".join(text.partition(",")[0] for text in options.engine)
+    print(f"http://127.0.0.1:{options.port} routes requests to {there}", flush=True)
     web.run_app(application(router), host="127.0.0.1", port=options.port, print=None)
 
 

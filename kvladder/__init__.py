@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from kvladder.policy.retention import Retention as Retention
     from kvladder.policy.retention import RetentionRange as RetentionRange
 
+__all__ = [
+    "BlockKey",
+    "CacheManager",
+    "ConfigError",
+    "KeyScheme",
+    "KvladderError",
+    "Layout",
+    "Retention",
+    "RetentionRange",
+    "__version__",
+    "open_cache",
+]
+
 _ROOMS: Final = {
     "errors": ("ConfigError", "KvladderError"),
     "keys": ("BlockKey", "KeyScheme"),
@@ -28,7 +41,7 @@ _ROOMS: Final = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("importlib.metadata").version("kvladder")
+        return _version()
     for room, names in _ROOMS.items():
         if name in names:
             found = globals()[name] = getattr(import_module(f"kvladder.{room}"), name)
@@ -36,5 +49,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _version() -> str:
+    """Return the version that is installed; ``0+unknown`` in a source tree that is not."""
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version("kvladder"))
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), "__version__", *(one for names in _ROOMS.values() for one in names)})
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,8 @@ engine's request path: the stack turns it into a miss and a counter.
 from __future__ import annotations
 
 import errno
+from collections.abc import Generator
+from contextlib import contextmanager
 
 PART_MAX = 400
 """Longest part of a message, in characters; a wrong value may be as long as a file."""
@@ -47,6 +49,18 @@ class ConfigError(KvladderError, ValueError):
 def _brief(text: str) -> str:
     """Return the beginning and the end of a long text."""
     return text if len(text) <= PART_MAX else f"{text[: PART_MAX // 2]}...{text[-PART_MAX // 4 :]}"
+
+
+@contextmanager
+def needed(extra: str) -> Generator[None]:
+    """Add to the error of a library that is missing here which extra of kvladder installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvladder") or "install kvladder[" in error.msg:
+            raise
+        what = f"{error.msg}: install kvladder[{extra}]"
+        raise ModuleNotFoundError(what, name=error.name) from error
 
 
 class LayoutError(ConfigError):

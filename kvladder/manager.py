@@ -37,6 +37,7 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
 from kvladder.tiers.ladder.stack import Post, TierStack
+from kvladder.units import Size, counted
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reserved)
@@ -132,6 +133,12 @@ class CacheManager:
         self.sessions = Sessions()
         """The sessions' blocks, as far as engines name sessions."""
         self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        slots, size = counted(self.arena.slots, "slot"), Size(self.layout.slot_bytes).about()
+        space = self.namespace.hex()[:16]
+        return f"<CacheManager {state}: {self._stack!r}, {slots} of {size}, namespace {space}>"
 
     def __enter__(self) -> Self:
         return self

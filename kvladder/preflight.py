@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TypeVar
 from packaging.requirements import Requirement
 
 from kvladder.arena import memory_available
+from kvladder.config.registry import tier_type
 from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
@@ -89,28 +90,28 @@ def _warned(level: LevelConfig, where: str, warnings: list[str]) -> None:
 
 def _preflight(config: StackConfig) -> Findings:
     found = Findings({}, [], [])
-    extras = {""}
+    extras = {("kvladder", "")}
     if config.events.publish is not None:
-        extras.add("events")
+        extras.add(("kvladder", "events"))
         events = {f"events.{name}": getattr(config.events, name) for name in ("publish", "replay")}
         _try(found, config, "", lambda: _bindable(events, "events", found.warnings.append))
     if config.control.path is not None:
         path = Path(config.control.path)
         _try(found, config, "", lambda: _socket(path, found.warnings.append))
     if config.export.listen is not None:
-        extras.add("nixl")
+        extras.add(("kvladder", "nixl"))
         told = _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))
         if told:
             found.facts["export"] = told
     for i, level in enumerate(config.levels, start=1):
         where = f"tiers[{i}]"
-
-        if level.type in {"object", "nixl"}:
-            extras.add(level.type)
+        declared = tier_type(level.type)
+        if declared is not None and not any(map(_is_there, declared.instead)):
+            extras.add((declared.package, declared.extra))
         facts = _try(found, config, where, partial(_examined, level, where, found.warnings))
         for codec in level.make_codecs():
             if codec.stage == Stage.ENCRYPT:
-                extras.add("encryption")
+                extras.add(("kvladder", "encryption"))
                 opening = partial(codec.open, ANY, ANY.namespace())
                 _try(found, config, f"{where}.codecs", opening)
         if facts:
@@ -208,11 +209,31 @@ def _socket(path: Path, warn: Callable[[str], object]) -> None:
         warn(f"control.path: {path}: {error.strerror}: {then}")
 
 
-def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tuple[str, str]]:
-    """Yield the versions of required libraries; add an error for each that does not fit."""
+def _is_there(distribution: str) -> bool:
+    with suppress(PackageNotFoundError):
+        return bool(version(distribution))
+    return False
+
+
+def _libraries(
+    extras: Iterable[tuple[str, str]], errors: list[ConfigError]
+) -> Iterator[tuple[str, str]]:
+    """Yield the versions of libraries that extras of packages require; add an error for each that
+    does not fit.
+    """
+    by_package: dict[str, set[str]] = {}
+    for package, extra in sorted(extras):
+        by_package.setdefault(package, {""}).add(extra)
+    for package, some in by_package.items():
+        yield from _required(package, some, errors)
+
+
+def _required(
+    package: str, extras: Iterable[str], errors: list[ConfigError]
+) -> Iterator[tuple[str, str]]:
     try:
-        yield "kvladder", version("kvladder")
-        wanted = [Requirement(text) for text in requires("kvladder") or ()]
+        yield package, version(package)
+        wanted = [Requirement(text) for text in requires(package) or ()]
     except PackageNotFoundError:  # it runs from its source tree
         return
     for one in wanted:
@@ -224,7 +245,7 @@ def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tup
         try:
             has = version(one.name)
         except PackageNotFoundError:
-            what = f"install kvladder[{extra}]" if one.marker else "install kvladder again"
+            what = f"install {package}[{extra}]" if one.marker else f"install {package} again"
             errors.append(ConfigError("is not installed", path=one.name, hint=what))
             continue
         if not one.specifier.contains(has, prereleases=True):

@@ -32,6 +32,11 @@ _DURATION_NAMES: Final = {
 }  # fmt: skip
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a number with its noun, in the plural unless it is 1: ``1 block``, ``2 blocks``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def _split(text: str) -> tuple[str, str]:
     """Return number and unit of ``text``; either is empty if it is missing."""
     found = _NUMBER.fullmatch(text)
@@ -93,6 +98,11 @@ class Size(int):
             if not rest and 10 <= tenths < 100_000:
                 return f"{tenths / 10:g} {name}"
         return f"{int(self)} B"
+
+    def brief(self) -> str:
+        """Return text for people: as it is written if that is short, else rounded."""
+        exact = str(self)
+        return self.about() if exact == f"{int(self)} B" else exact
 
     def about(self) -> str:
         """Return text rounded in a binary unit, for tables: ``1.82 TiB``."""

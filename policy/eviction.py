@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvladder.keys import BlockKey
+
 PRIORITY_MIN = 0
 PRIORITY_MAX = 100
 PRIORITY_DEFAULT = 35
@@ -27,7 +29,20 @@ class EvictionPolicy(ABC):
     Pure and synchronous: no clock, no I/O, so that it replays on traces. A handle is a small
     non-negative int, the block's place in its level. After a push, the caller pushes the same
     handle again only once it is removed or popped. Subclasses are checked by
-    ``kvladder.testing.PolicyTests``.
+    ``kvladder.testing.PolicyTests``. docs/how-to/write-a-policy.md shows how to write one.
+
+    The policy gives the order, and the level chooses the victims. The level walks ``__iter__`` from
+    the start, passes over blocks that may not go now (a copy or a read is in flight, or a level
+    below still has to get the block), and stops when it has enough. It also stops at the first
+    block with a priority above the newcomer's; so an order that does not begin with the lowest
+    priority may leave the newcomer without room. Then the level calls ``remove`` for the victims.
+    It never calls ``pop``, which is for replays of traces.
+
+    A policy sees ``remove`` for each block that is evicted, removed, expired or lost; also for a
+    block that a request pins, which is pushed again after the last pin. A change of priority is a
+    ``remove`` and a ``push``. To tell these apart, and to see keys, derive from
+    :class:`KeyedPolicy`. Each level has a policy of its own, and every call is made with the
+    stack's lock held.
     """
 
     def reserve(self, handles: int) -> None:
@@ -78,6 +93,33 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
         """Yield handles in ``pop`` order; the policy must not change meanwhile."""
+
+
+class KeyedPolicy(EvictionPolicy):
+    """Is told, beside all that other policies are, which blocks come, and which are evicted.
+
+    For policies that remember evicted blocks, or that treat a block of a long request otherwise.
+    The level calls ``inserted`` before a block's first ``push`` and ``dropped`` after its last
+    ``remove``. A ``remove`` without ``dropped`` is a pin or a change of priority. The next ``push``
+    of that handle is the same block again, used once more unless its priority has changed. A block
+    may also come or go while it is pinned: then ``push`` comes later, or ``remove`` came before.
+    """
+
+    @abstractmethod
+    def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
+        """Note that the level holds ``keys`` from now on, at these handles, in this order.
+
+        ``request`` is the number of the save or fetch that brought them, which no other save or
+        fetch has; 0 if none did: the blocks were found at the start, or came from a level above.
+        """
+
+    @abstractmethod
+    def dropped(self, handles: Sequence[int], *, evicted: bool) -> None:
+        """Note that the level holds these blocks no longer; it may use the handles for others.
+
+        ``evicted`` is True if the cache chose them, and False if they were removed, expired or lost
+        or the cache closes.
+        """
 
 
 class PrioritizedLRU(EvictionPolicy):

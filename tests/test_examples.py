@@ -33,6 +33,7 @@ def test_there_are_examples():
 def test_an_example_runs(example, tmp_path):
     done = run([example], tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "it says nothing of what happened"
 
 
 @pytest.mark.slow

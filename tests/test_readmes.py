@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from kvladder.tiers.ladder.loading import pending
+from kvladder.tiers.ladder.writing.transit import NEXT, WriteState
 from tests.kit.source import LINKS, ROOT
 
 PAGES = [page for folder in LINKS for page in sorted((ROOT / folder).rglob("README.md"))]
 """None where tests run against an installed wheel, which has no READMEs."""
+
+STATES: dict[str, tuple[str, Mapping[Any, Sequence[Any]]]] = {
+    "States of a block on its way up": ("tiers/ladder", pending.NEXT),
+}
+"""Tables of states by title: the folder of the page, and the states that can follow each state."""
 
 _FILE = re.compile(r"(?<![\w./<-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|toml))\b(?:::([\w.]+))?")
 _FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
@@ -67,6 +78,82 @@ def test_what_a_readme_names_exists():
 def test_a_reading_order_has_every_file():
     left = {page: unread(page.read_text(encoding="utf-8"), page.parent) for page in PAGES}
     assert not [f"{page.relative_to(ROOT)}: {name}" for page in PAGES for name in left[page]]
+
+
+def following(text: str, title: str) -> dict[str, set[str]]:
+    """The last column of a page's table of states, by the first."""
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): {*re.findall(r"\w+", row[-1])} for row in rows[1:]}
+
+
+def in_code(states: Mapping[Any, Sequence[Any]]) -> dict[str, set[str]]:
+    return {one.name.lower(): {after.name.lower() for after in states[one]} for one in states}
+
+
+@pytest.mark.parametrize("title", STATES)
+def test_a_table_of_states_is_as_in_the_code(title: str):
+    folder, states = STATES[title]
+    for page in (page for page in PAGES if page.parent == ROOT / folder):
+        assert following(page.read_text(encoding="utf-8"), title) == in_code(states)
+
+
+class Both(Enum):
+    A = 1
+    B = 2
+
+
+def test_a_step_that_a_table_lacks_is_found():
+    text = "## T\n\n| state | slot | then |\n|---|---|---|\n| a | x | b, c |\n| b | y | |\n\n## U\n"
+    assert following(text, "T") == {"a": {"b", "c"}, "b": set()}
+    assert in_code({Both.A: [Both.B], Both.B: []}) == {"a": {"b"}, "b": set()}
+
+
+def states(text: str) -> dict[str, tuple[bool, list[str]]]:
+    """Rows of a page's table of states: whether each is of a ``PendingWrite``, and what follows."""
+    table = text.partition("\n## States")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    cells = [row for row in rows if len(row) == 5][2:]
+    return {row[0]: ("`PendingWrite`" in row[1], row[4].split(", ")) for row in cells}
+
+
+def misplaced(rows: dict[str, tuple[bool, list[str]]]) -> list[str]:
+    """What a table of states says that ``WriteState`` and ``NEXT`` do not, or leaves out."""
+    moving = [state.value for state in WriteState if state is not WriteState.SETTLED]
+    wrong = [] if [name for name in rows if rows[name][0]] == moving else ["the states"]
+    for name in moving:
+        then, after = rows.get(name, (True, []))[1], NEXT[WriteState(name)]
+        wrong += [f"{name}: {other}" for other in then if other not in rows]
+        settled = [other for other in then if other not in moving]
+        if bool(settled) != (WriteState.SETTLED in after):
+            wrong.append(f"{name}: its end")
+        if {*then} & {*moving} != {state.value for state in after} & {*moving}:
+            wrong.append(f"{name}: what follows")
+    return wrong
+
+
+def test_the_table_of_states_is_as_the_code_has_them():
+    pages = [page for page in PAGES if page.parent.name == "ladder"]
+    assert bool(pages) == bool(PAGES)
+    for page in pages:
+        assert not misplaced(states(page.read_text(encoding="utf-8")))
+
+
+def test_a_table_that_differs_from_the_states_is_found():
+    row = "| {} | `PendingWrite` | | | {} |\n"
+    then = {state: [other.value for other in WriteState if other in NEXT[state]] for state in NEXT}
+    rows = {state.value: ", ".join(then[state]).replace("settled", "gone") for state in NEXT}
+    del rows["settled"]
+    text = "\n## States\n\n| a | b | c | d | e |\n|--|--|--|--|--|\n{}| gone | | | | queued |\n"
+    right = "".join(row.format(*each) for each in rows.items())
+    assert not misplaced(states(text.format(right)))
+    for a, b, wrong in (
+        ("| tombstone |", "| headstone |", "the states"),
+        ("writing, gone", "writing", "queued: its end"),
+        ("writing, gone", "abandoned, gone", "queued: what follows"),
+        ("writing, gone", "writing, lost", "queued: lost"),
+    ):
+        assert wrong in misplaced(states(text.format(right.replace(a, b, 1))))
 
 
 def test_what_is_not_there_is_found():

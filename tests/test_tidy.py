@@ -39,8 +39,8 @@ CATCHES_ALL = {
     "tiers/ladder/breaker.py": "has a task that died begin anew",
     "kvladder/runtime.py": "counts it: the loop goes on",
     "tiers/blocking.py": "hands it to whoever awaits the call",
-    "tiers/isolated/child.py": "tells the process that called",
-    "tiers/isolated/spawn.py": "ends with a status that says so",
+    "kvladder/children/pipe.py": "tells the process that called",
+    "kvladder/children/spawn.py": "ends with a status that says so",
     "tiers/codecs/pipeline.py": "has a codec's fault cost one block, and says it",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
@@ -280,8 +280,7 @@ def test_nothing_is_left_to_do():
 
 MESSAGES = (
     "connectors/sglang/node.py",
-    "kvladder/export/link.py",
-    "tiers/isolated/wire.py",
+    "kvladder/children/messages.py",
     "tiers/nixl/messages.py",
 )
 """Protocols: the names of their messages are theirs alone."""
@@ -327,7 +326,7 @@ def test_what_is_shipped_passes_the_suites_for_third_parties():
 # ---- the rules themselves
 
 
-IN_PRODUCT = "tiers/memory.py"
+IN_PRODUCT = "tiers/memory/tier.py"
 SAY = "say block, slot, demote or promote"
 BROKEN: list[tuple[Check, str, str, list[str]]] = [
     (too_long, IN_PRODUCT, "\n" * 600 + "a", ["601: a file has at most 600 lines"]),

@@ -13,6 +13,7 @@ from kvladder.tiers.label import RecoveredBlock as RecoveredBlock
 from kvladder.tiers.label import Ref as Ref
 from kvladder.tiers.label import Write as Write
 from kvladder.tiers.label import told as told
+from kvladder.tiers.type import TierType as TierType
 
 Kept = RecoveredBlock
 """The name of ``RecoveredBlock`` until version 0.2."""

@@ -108,6 +108,11 @@ class Tier(Medium, ABC):
     when the tier is full. It puts a useless block again, with ``Write.replace`` set.
     """
 
+    def __repr__(self) -> str:
+        kept = "shared" if self.shared else "durable" if self.durable else "not durable"
+        state = "" if hasattr(self, "context") else ", not open yet"
+        return f"<{type(self).__name__}: {self.medium}, {kept}{state}>"
+
     async def open(self, context: TierContext) -> None:
         """Get ready. Called before any other call but ``examine``; a failed call is tried again.
 

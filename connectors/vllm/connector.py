@@ -39,6 +39,7 @@ from kvladder.connectors.vllm.options import parse
 from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
 from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats, PromMetrics
+from kvladder.connectors.vllm.running import RunningScheduler
 from kvladder.connectors.vllm.scheduler import SchedulerHalf
 from kvladder.connectors.vllm.start import (
     check_engine,
@@ -240,9 +241,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- scheduler
 
     @property
-    def _decides(self) -> SchedulerHalf:
+    def _half(self) -> SchedulerHalf:
         assert self.scheduler is not None, "a scheduler's hook was called on a worker's half"
         return self.scheduler
+
+    @property
+    def _decides(self) -> RunningScheduler:
+        return self._half.running
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -259,13 +264,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for described in ranks.values():
             described.taken = True
         beside = any(not isinstance(one, RankDescription) for one in metadata.values())
-        self._decides.start(ranks, handed_over=beside)
+        self._half.start(ranks, handed_over=beside)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._decides.bind(gpu_block_pool)
+        self._half.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        _ = self._decides.connector  # raises at the first request if there is none
+        _ = self._decides  # raises at the first request if the cache is not open
         self._arrived(request)
 
     @_nothing
@@ -331,12 +336,12 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._decides.pending
+        return self._half.started and self._decides.pending
 
     @_harmless(lambda: False)
     def has_pending_block_frees(self) -> bool:
         """Return whether vLLM should wait for blocks instead of preempting a request."""
-        return self._decides.freeing
+        return self._half.started and self._decides.freeing
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -345,13 +350,14 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._decides.events.take() if self._decides.events else ()
+        return self._decides.events.take() if self._half.started else ()
 
     @_nothing
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.scheduler is None or not self.scheduler.started:
             return None
-        return self._changes.take(self.scheduler.stats, last=not self.scheduler.serving)
+        half = self.scheduler.running
+        return self._changes.take(half.stats, last=not half.serving)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

@@ -20,25 +20,23 @@ class Holds:
 
     Parameters
     ----------
-    wanted:
-        False disables all holds.
+    pool:
+        vLLM's block pool; None disables all holds.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._pool: Any = None
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self._held: dict[JobId, tuple[int, ...]] = {}
         self._counts: Counter[int] = Counter()
+        if pool is not None:
+            self._release_before_reset(pool)
 
-    def bind(self, pool: Any) -> None:
-        """Take vLLM's block pool.
+    def _release_before_reset(self, pool: Any) -> None:
+        """Wrap the reset of vLLM's prefix cache to end all holds first.
 
-        Its prefix cache can be reset only while no block has a reference, and vLLM calls no hook
-        before a reset. So this method wraps the pool's reset to release the holds first.
+        The prefix cache can be reset only while no block has a reference, and vLLM calls no hook
+        before a reset.
         """
-        if not self._wanted:
-            return
-        self._pool = pool
         reset: Callable[[], bool] = pool.reset_prefix_cache
 
         def release_and_reset() -> bool:

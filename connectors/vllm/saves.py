@@ -9,7 +9,7 @@ from typing import Any
 
 from kvladder.connectors.base import Connector
 from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
-from kvladder.connectors.vllm.requests import RequestState
+from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX

@@ -10,6 +10,7 @@ from math import lcm, prod
 from kvladder.errors import PlanError
 from kvladder.gpu.requests.groups import Group
 from kvladder.policy.numbers import whole
+from kvladder.units import Size, counted
 
 REGIONS = 64
 """Approximate number of regions of memory that can move from one pool to another."""
@@ -140,18 +141,20 @@ class Division:
 
     def __str__(self) -> str:
         rule = "by explicit shares" if self.explicit else "the same number of sequences in each"
-        fit = f"{self.sequences} sequences of {self.context} tokens"
-        lines = [f"{self.memory} bytes, pools: {len(self.shares)}, {rule}; {fit}"]
+        fit = f"{counted(self.sequences, 'sequence')} of {counted(self.context, 'token')}"
+        lines = [f"{Size(self.memory).brief()}, pools: {len(self.shares)}, {rule}; {fit}"]
         for share in self.shares:
             group = share.group
             kind = f"window {group.window}" if group.kind == "window" else group.kind
             lines.append(
-                f"  {group.name} ({kind}): {share.blocks} blocks of {group.block_tokens} tokens,"
-                f" {share.block_bytes} bytes each; a sequence holds {share.needed}"
+                f"  {group.name} ({kind}): {counted(share.blocks, 'block')} of"
+                f" {counted(group.block_tokens, 'token')},"
+                f" {Size(share.block_bytes).brief()} each; a sequence holds {share.needed}"
             )
         if self.regions:
             lines.append(
-                f"  {self.regions} regions of {self.region_bytes} bytes, rebalanced by use"
+                f"  {counted(self.regions, 'region')} of {Size(self.region_bytes).brief()},"
+                " rebalanced by use"
             )
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""``kvladder check``: checks a configuration and prints the stack that it describes."""
+"""``kvladder check``: checks a configuration and prints the stack that results from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvladder.errors import ConfigError
 from kvladder.export.cache import server_layout
 from kvladder.layout import Layout
 from kvladder.planning.models import bytes_per_token
-from kvladder.preflight import preflight
+from kvladder.preflight import Findings, preflight
+from kvladder.units import counted
 
 TOKENS_ASSUMED: Final = 16
 
@@ -21,13 +22,14 @@ def check(
     model: Path | None = None,
     dtype: str | None = None,
     block_tokens: int | None = None,
+    all_: bool = False,
     offline: bool = False,
 ) -> str:
     """Check a configuration and print the resolved stack.
 
-    Prints every setting with its resulting value and its source. Then checks that the directories,
-    servers, keys and libraries that it names exist. Exits with 2 and the reasons if a cache would
-    not open.
+    Prints OK and the warnings, then each setting that is not a default, with its value and its
+    source. Checks that the directories, servers, keys and libraries that it names exist. Exits with
+    2 and the reasons if a cache would not open.
 
     Parameters
     ----------
@@ -39,6 +41,8 @@ def check(
         data type of the KV cache, such as fp8 (default: the model's)
     block_tokens:
         tokens per block of the engine (default: the file's, or 16)
+    all_:
+        print all settings, defaults too
     offline:
         do not check the paths and servers that the configuration names
 
@@ -55,31 +59,44 @@ def check(
         raise ConfigError(str(block_tokens), path="--block-tokens", hint="expected 1 or more")
     overrides = None if block_tokens is None else {"block": {"tokens": block_tokens}}
     found = load_config(config, overrides=overrides)
+    layout, notes = _layout(found, model, dtype)
+    if layout is not None:
+        found.check(layout)
+    findings = None if offline else preflight(found)
+    if findings is not None and findings.errors:
+        raise ExceptionGroup("the cache would not open", findings.errors)
+    warnings = [*found.warnings, *(findings.warnings if findings else ())]
+    return "\n".join(
+        [
+            "OK" + (f", {counted(len(warnings), 'warning')}" if warnings else ""),
+            *(f"  warning: {warning}" for warning in warnings),
+            "",
+            *found.listing(layout, defaults=all_),
+            *_facts(findings),
+            *notes,
+        ]
+    )
+
+
+def _layout(
+    config: StackConfig, model: Path | None, dtype: str | None
+) -> tuple[Layout | None, list[str]]:
+    """Return the layout of the blocks, None if it is not known, and lines about assumptions."""
+    size = config.block.size_bytes
     if model is None:
-        layout = None if found.block.size_bytes is None else server_layout(found.block.size_bytes)
-        if layout is not None:
-            found.check(layout)
-        return "\n".join([found.describe(layout), *([] if offline else _looked(found))])
-    tokens = found.block.tokens
-    notes: list[str] = []
+        return None if size is None else server_layout(size), []
+    tokens, notes = config.block.tokens, list[str]()
     if tokens == "auto":
         tokens = TOKENS_ASSUMED
         notes = ["", f"{tokens} tokens per block are assumed: the engine decides (--block-tokens)"]
-    layout = Layout(tokens, tokens * bytes_per_token(model, dtype=dtype))
-    found.check(layout)
-    looked = [] if offline else _looked(found)
-    return "\n".join([found.describe(layout), *looked, *notes])
+    return Layout(tokens, tokens * bytes_per_token(model, dtype=dtype)), notes
 
 
-def _looked(config: StackConfig) -> list[str]:
-    """Return lines about the paths and servers that the configuration names.
-
-    Raises an ExceptionGroup if the cache would not open.
-    """
-    findings = preflight(config)
-    if findings.errors:
-        raise ExceptionGroup("the cache would not open", findings.errors)
-    lines = ["", "found there (--offline does not look)"]
-    for name, facts in findings.facts.items():
-        lines += [f"  {name}: {'; '.join(f'{key} {value}' for key, value in facts.items())}"]
-    return [*lines, *(f"  warning: {warning}" for warning in findings.warnings)]
+def _facts(findings: Findings | None) -> list[str]:
+    """Return lines about the paths, servers and libraries that the configuration names."""
+    if findings is None:
+        return []
+    return ["", "found there (--offline does not look)"] + [
+        f"  {name}: {'; '.join(f'{key} {value}' for key, value in facts.items())}"
+        for name, facts in findings.facts.items()
+    ]

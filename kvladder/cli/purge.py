@@ -22,6 +22,7 @@ from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesOptions
+from kvladder.units import counted
 
 BAR: Final = 30
 SALT_BYTES_MAX: Final = 8192
@@ -104,11 +105,11 @@ def purge(
     if salt == "":
         raise ConfigError("empty", path="--salt", hint="leave it out to remove all")
     if salt is None and salt_file is None and space is None and not all_:
-        hint = "--salt S, --namespace HEX, or --all for every block"
-        raise ConfigError("nothing is named", path="purge", hint=f"expected {hint}")
+        what = "choose what to purge: --salt, --salt-file, --namespace or --all"
+        raise ConfigError(what, path="purge")
     if (salt is not None) + (salt_file is not None) + all_ > 1:
         hint = "use one of them"
-        raise ConfigError("both are given", path="--salt, --salt-file, --all", hint=hint)
+        raise ConfigError("more than one is given", path="--salt, --salt-file, --all", hint=hint)
     if salt_file is not None:
         salt = read_salt(salt_file)
     if salt is not None and not is_text(salt):
@@ -162,22 +163,22 @@ def _running(
             continue
         for name, removed in done["removed"].items():
             also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
-            lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
+            lines.append(f"{path.name}: {name}: {counted(removed, 'block')} removed{also}")
         processes.update(map(str, done["processes"]))
         left += done["left"]
     if left:
-        lines.append(f"{left} removals or purges are not over")
+        lines.append(f"{counted(left, 'removal or purge', 'removals or purges')} still in progress")
     if failed:
         raise _after(lines, *failed)
     if left:
-        hint = "kvladder stats tells how many removals are left; ask again to wait for them"
+        hint = "kvladder stats shows how many removals remain; purge again to wait for them"
         raise Unfinished("; ".join(lines), path="purge", hint=hint)
     return lines, processes
 
 
 def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> ConfigError:
     """Return one error that joins these and says what was done in spite of them."""
-    done = [f"done all the same: {'; '.join(lines)}"] if lines else []
+    done = [f"already done: {'; '.join(lines)}"] if lines else []
     message = "; ".join([error.message, *map(str, others), *done])
     return ConfigError(message, path=error.path, hint=error.hint)
 
@@ -200,7 +201,7 @@ def _at_rest(
             digest = None if salt is None else salt_digest(space, salt)
             work.append(partial(_purge_shared, level, space, digest))
     if not work and not processes:
-        hint = "what other tiers keep ends with an engine"
+        hint = "the other tiers lose their blocks when the engine ends"
         raise ConfigError("no tier outlives an engine", path="tiers", hint=hint)
     return work
 
@@ -220,7 +221,8 @@ def _purge_files(
     if not done and not processes:
         return [f"{name}: nothing is stored there"]
     return [
-        f"{name}: {one.removed} blocks removed, {one.erased} overwritten, of {one.namespace}"
+        f"{name}: {counted(one.removed, 'block')} removed, {one.erased} overwritten,"
+        f" of {one.namespace}"
         for one in done
     ]
 
@@ -241,7 +243,7 @@ def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> l
         runtime.call(tier.aclose())
         runtime.close()
         arena.close()
-    return [f"{level.name}: {removed} values removed"]
+    return [f"{level.name}: {counted(removed, 'value')} removed"]
 
 
 def _bar(name: str, what: str) -> Callable[[int, int], None]:

@@ -14,7 +14,7 @@ from kvladder.gpu.sizing.divide import blocks_of
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
 from kvladder.planning.models import kept_by
-from kvladder.units import Size
+from kvladder.units import Size, counted
 
 STEP: Final = 8192
 """Tokens of a prompt that engines compute at a time by default."""
@@ -77,12 +77,13 @@ def size(
     with explained():
         one = _fit(plan, gpu, room, context)
     fit = plan.sequences if plan.division is None else plan.division.sequences
+    whole = Size(one).about()
     lines = [
-        f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",
+        f"{found.model.file}: {counted(found.layers, 'layer')}, {found.model.dtype}, {found.how}",
         *_kept(plan),
-        f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}",
+        f"a sequence of {counted(context, 'token')}, computed {step} at a time, takes {whole}",
         "",
-        f"{Size(room)}: {min(plan.sequences, fit)} sequences",
+        f"{room.brief()}: {counted(min(plan.sequences, fit), 'sequence')}",
         *_divided(plan),
     ]
     if config is not None and config.arena_bytes:
@@ -96,7 +97,11 @@ def _fit(plan: CachePlan, gpu: GpuConfig, room: Size, context: int) -> int:
     one = plan.pooled_bytes + plan.alone_bytes
     if room < one:
         hint = f"one takes {Size(one).about()}"
-        raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
+        raise PlanError(
+            f"{room.brief()} holds no sequence of {counted(context, 'token')}",
+            path="--memory",
+            hint=hint,
+        )
     plan.size(room, shares=gpu.shares)
     return one
 
@@ -122,15 +127,19 @@ def _checked(plan: CachePlan) -> CachePlan:
         raise ConfigError(error.message, path=flag, hint=error.hint) from error
 
 
+def _size(count: int) -> str:
+    return Size(count).brief()
+
+
 def _kept(plan: CachePlan) -> list[str]:
     """Return lines about the bytes that a token and a sequence take in all layers together."""
     layers = [one for one in plan.resources if isinstance(one, Layer)]
     per_token = sum(layer.token_bytes for layer in layers)
-    lines = [f"a token takes {per_token} bytes of KV in {len(layers)} layers"]
+    lines = [f"a token takes {_size(per_token)} of KV in {counted(len(layers), 'layer')}"]
     if plan.states:
         state = sum(one.bytes for one in plan.states)
         count = len({one.name.partition(".")[0] for one in plan.states})
-        lines.append(f"a sequence takes {state} bytes of state in {count} layers")
+        lines.append(f"a sequence takes {_size(state)} of state in {counted(count, 'layer')}")
     return lines
 
 
@@ -138,7 +147,7 @@ def _divided(plan: CachePlan) -> list[str]:
     """Return lines about the share of each pool, and about what a sequence keeps outside pools."""
     lines = [] if plan.division is None else [str(plan.division)]
     return lines + [
-        f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
+        f"  {each.name}: {_size(each.bytes)} a sequence, by itself: {each.why}"
         for each in plan.alone
     ]
 
@@ -160,6 +169,7 @@ def _tiers(config: StackConfig, plan: CachePlan, context: int) -> list[str]:
     rooms = {config.host.name: config.arena_slots(layout)}
     rooms.update({level.name: level.capacity_blocks(layout) for level in config.levels})
     return [
-        f"{name}: {blocks} blocks, {blocks // prefix} prefixes of {context} tokens"
+        f"{name}: {counted(blocks, 'block')},"
+        f" {counted(blocks // prefix, 'prefix', 'prefixes')} of {counted(context, 'token')}"
         for name, blocks in rooms.items()
     ]

@@ -15,6 +15,7 @@ from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
+from kvladder.units import counted
 
 WATCH_S_MAX: Final = 86400
 COLUMNS: Final = (
@@ -94,16 +95,17 @@ def _sockets(target: Path) -> list[Path]:
             return [target]
     path = load_config(target).control.path
     if path is None:
-        raise ConfigError("none", path=WHERE, hint="set it to a socket and start the engine")
+        hint = "add `control: PATH` and restart the engine"
+        raise ConfigError("no control socket configured", path=str(target), hint=hint)
     found = sockets(path)
     if not found:
-        raise ConfigError(f"there is no socket {path}", path=WHERE, hint="does an engine run?")
+        raise ConfigError(f"there is no socket {path}", path=WHERE, hint="start the engine")
     return found
 
 
 def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     arena = counts["arena"]
-    yield f"{path}: {arena['free']} of {arena['slots']} slots are free"
+    yield f"{path}: {arena['free']} of {counted(arena['slots'], 'slot')} free"
     levels: dict[str, dict[str, Any]] = {
         name: level for name, level in counts.items() if "blocks" in level
     }

@@ -3,17 +3,24 @@
 A package adds a tier by an entry point in the group ``kvladder.tiers`` (or ``.policies``,
 ``.codecs``, ``.handlers``). Its module is imported when the name is first used. Codecs are also
 found by id, to read blocks that other caches stored with other settings.
+
+A built-in tier is declared by the module ``type`` of its folder, see ``TierType``: no list here
+names it. An entry point or ``register`` may give a ``TierType`` in place of a tier's class, too.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, Final, Literal, cast
 
+from kvladder import tiers
 from kvladder.errors import ConfigError
 from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.keys import Namespace
@@ -22,19 +29,26 @@ from kvladder.policy.eviction import EvictionPolicy
 from kvladder.schema import nearest
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import Codec
+from kvladder.tiers.type import TierType
 
 Group = Literal["tiers", "policies", "codecs", "handlers"]
 
+
+def _declared() -> dict[str, TierType]:
+    """Return the types of the built-in tiers by name; imports neither a tier nor its library."""
+    found: list[TierType] = []
+    for folder in pkgutil.iter_modules(tiers.__path__, f"{tiers.__name__}."):
+        module = f"{folder.name}.type"
+        if folder.ispkg and find_spec(module) is not None:
+            found.append(import_module(module).TYPE)
+    return {one.name: one for one in found}
+
+
+BUILT_IN_TIERS: Final[Mapping[str, TierType]] = _declared()
+"""The types of the tiers in this distribution."""
+
 BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
-    "tiers": {
-        "host": "kvladder.tiers.ladder.host:HostLevel",
-        "files": "kvladder.tiers.files.tier:FilesTier",
-        "memory": "kvladder.tiers.memory:MemoryTier",
-        "mooncake": "kvladder.tiers.mooncake.tier:MooncakeTier",
-        "nixl": "kvladder.tiers.nixl.tier:NixlTier",
-        "object": "kvladder.tiers.object.tier:ObjectTier",
-        "redis": "kvladder.tiers.redis.tier:RedisTier",
-    },
+    "tiers": {name: one.make for name, one in BUILT_IN_TIERS.items()},
     "policies": {"prioritized-lru": "kvladder.policy.eviction:PrioritizedLRU"},
     "codecs": {
         "checksum": "kvladder.tiers.codecs.base:ChecksumCodec",
@@ -49,6 +63,9 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     },
 }
 """Kvladder's own classes, found whether it is installed or run from its source tree."""
+
+_EXTRAS: Final = {"fp8": "torch", "aes-gcm": "encryption"}
+"""Extras that install the libraries of built-in codecs; a built-in tier's type names its own."""
 
 _KINDS: Final[Mapping[Group, tuple[str, type]]] = {
     "tiers": ("tier type", Tier),
@@ -94,6 +111,8 @@ def load(group: Group, name: str, *, path: str = "") -> Any:
         be imported, or it does not name a class of its kind.
     """
     thing: Any = _registered.get((group, name)) or _imported(group, name, path)
+    if group == "tiers" and isinstance(thing, TierType):
+        thing = _loaded(EntryPoint(name, thing.make, "kvladder.tiers"), thing, path)
     _, base = _KINDS[group]
     # the host level's name is listed, but the stack builds the level itself
     is_one = isinstance(thing, type) and issubclass(thing, base)
@@ -111,11 +130,34 @@ def _imported(group: Group, name: str, path: str) -> Any:
     if len(claims) > 1:
         owners = ", ".join(map(_owner, claims))
         raise ConfigError(f"{what} is claimed by {owners}", path=path, hint="uninstall one")
+    declared = BUILT_IN_TIERS.get(name) if group == "tiers" else None
+    return _loaded(claims[0], declared, path, what)
+
+
+def _loaded(point: EntryPoint, declared: TierType | None, path: str, what: str = "") -> Any:
+    """Import the object that an entry point names, for the type that its tier has declared."""
     try:
-        return claims[0].load()
+        return point.load()
     except (ImportError, AttributeError) as error:
-        hint = f"it is {claims[0].value}, from {_owner(claims[0])}"
+        hint = f"it is {point.value}, from {_owner(point)}"
+        extra = _EXTRAS.get(point.name) if point.value == BUILT_IN["codecs"].get(point.name) else ""
+        missing = declared.hint if declared else f"install kvladder[{extra}]" if extra else ""
+        if missing and isinstance(error, ImportError):
+            hint = missing
+        what = what or f"tier type {point.name!r}"
         raise ConfigError(f"{what} cannot be loaded: {error}", path=path, hint=hint) from error
+
+
+def tier_type(name: str) -> TierType | None:
+    """Return what the tier of this name declares; None if it declares nothing, or is unknown."""
+    if name in BUILT_IN_TIERS:
+        return BUILT_IN_TIERS[name]
+    thing: Any = _registered.get(("tiers", name))
+    claims = _found("tiers").get(name, [])
+    if thing is None and len(claims) == 1:
+        with suppress(ImportError, AttributeError):  # ``load`` reports it
+            thing = claims[0].load()
+    return thing if isinstance(thing, TierType) else None
 
 
 @cache

@@ -44,7 +44,7 @@ from kvladder.schema import (
     shown,
     value_at,
 )
-from kvladder.units import Share, Size
+from kvladder.units import Share, Size, counted
 
 
 class SettingRow(NamedTuple):
@@ -81,7 +81,7 @@ def rows(
             value = "auto"
         meaning = means.get(where, "")
         if isinstance(value, Share) and slots is not None:
-            meaning = f"{value.of(slots)} blocks"
+            meaning = counted(value.of(slots), "block")
         found.append(SettingRow(where, text(where, value), meaning, who(where, source)))
     return found
 
@@ -92,7 +92,7 @@ def text(path: str, value: object) -> str:
         return "none"
     told = cleared(path, value)
     if isinstance(told, Size):
-        return f"{told} ({int(told)} bytes)"
+        return told.brief()
     if isinstance(value, tuple):
         return ", ".join(str(item) for item in cast("list[object]", told))
     return str(told)
@@ -163,10 +163,8 @@ class StackConfig(Sections, frozen=True, kw_only=True):
                 hint = "choose another name"
                 raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
             own = [("name", tier.name)]
-            if tier.type == "files":  # two levels would use each other's space
-                own.append(("path", os.path.realpath(tier.options.path)))
-            if tier.type in {"redis", "object"}:  # one would remove blocks of the other
-                own += [("url", place) for place in tier.options.places]
+            # two levels would use each other's space, or remove each other's blocks
+            own += getattr(getattr(tier, "options", None), "claims", ())
             for key, value in own:
                 first = claims.setdefault((key, value), i)
                 if first != i:
@@ -221,7 +219,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             hint = f"the engine's blocks have {layout.block_tokens} tokens: that, or auto"
             raise self._wrong("block.tokens", str(tokens), hint)
         if self.arena.size_bytes is not None and self.arena_slots(layout) < 1:
-            hint = f"expected room for at least one block, {layout.slot_bytes} bytes"
+            hint = f"expected room for at least one block, {Size(layout.slot_bytes).brief()}"
             raise self._wrong("arena.size", str(self.arena.size_bytes), hint)
         for i, level in enumerate(self.levels, start=1):
             least = Size(level.make.block_bytes_min or 1)
@@ -235,10 +233,11 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             blocks, batch = level.capacity_blocks(layout), level.make.batch_max
             if blocks < batch:
                 least = Size(batch * level.block_bytes(layout) * level.engines)
+                held = counted(blocks, "block")
                 raise self._wrong(
                     f"tiers[{i}].capacity",
-                    f"{level.capacity_bytes} are {blocks} blocks, less than one batch",
-                    f"expected at least {least}, {batch} blocks for each engine",
+                    f"{level.capacity_bytes.brief()} holds {held}, less than one batch",
+                    f"expected at least {least.brief()}, {counted(batch, 'block')} for each engine",
                 )
 
     def _wrong(self, path: str, message: str, hint: str) -> ConfigError:
@@ -267,20 +266,20 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
         def blocks(count: int) -> str:
             is_server = self.block.size_bytes is not None
-            return f"{count} blocks" + (
-                "" if is_server else f", {count * layout.block_tokens} tokens"
+            return counted(count, "block") + (
+                "" if is_server else f", {counted(count * layout.block_tokens, 'token')}"
             )
 
         found = {"arena.size": blocks(self.arena_slots(layout))}
         most = self.shares(self.host, self.arena_slots(layout), layout.slot_bytes)
         if most.tenant is not None:
-            found["tiers[0].quota.tenant"] = f"{most.tenant} blocks of each salt"
+            found["tiers[0].quota.tenant"] = f"{counted(most.tenant, 'block')} of each salt"
         for i, level in enumerate(self.levels, start=1):
             part = f" for each of {level.engines} engines" if level.engines > 1 else ""
             found[f"tiers[{i}].capacity"] = blocks(level.capacity_blocks(layout)) + part
             most = self.shares(level, level.capacity_blocks(layout), level.block_bytes(layout))
             if most.tenant is not None:
-                found[f"tiers[{i}].quota.tenant"] = f"{most.tenant} blocks of each salt"
+                found[f"tiers[{i}].quota.tenant"] = f"{counted(most.tenant, 'block')} of each salt"
             scratch = level.scratch_blocks(layout) * layout.slot_bytes
             if scratch:
                 found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch"
@@ -289,7 +288,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
     def summary(self, layout: Layout) -> list[str]:
         """Return at most ``SUMMARY_LINES_MAX`` lines: the size of a block, then the levels."""
         slot = Size(layout.slot_bytes)
-        lines = [f"a block is {layout.block_tokens} tokens, {slot.about()}"]
+        lines = [f"a block is {counted(layout.block_tokens, 'token')}, {slot.about()}"]
         for level in self.tiers:
             whole = level is self.host
             capacity = self.arena.size_bytes if whole else level.capacity_bytes
@@ -297,7 +296,8 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             when = "" if whole else f", when: {level.when}"
             is_usual = level.min_priority == PRIORITY_DEFAULT
             least = "" if is_usual else f", min_priority: {level.min_priority}"
-            lines.append(f"{level.name}: {level.type}, {capacity}, {blocks} blocks{when}{least}")
+            room = f"{Size(capacity or 0).brief()}, {counted(blocks, 'block')}"
+            lines.append(f"{level.name}: {level.type}, {room}{when}{least}")
         if len(lines) > SUMMARY_LINES_MAX:
             more = len(lines) - SUMMARY_LINES_MAX + 1
             lines[-more:] = [f"and {more} levels more"]
@@ -308,26 +308,38 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
         Without a layout, no meanings in blocks and tokens are given. Secrets are masked.
         """
+        warnings = ["", *(f"warning: {warning}" for warning in self.warnings)]
+        return "\n".join([*self.listing(layout), *warnings]).rstrip()
+
+    def listing(self, layout: Layout | None = None, *, defaults: bool = True) -> list[str]:
+        """Return the lines of ``describe`` without warnings.
+
+        With ``defaults=False``, settings that nothing has set are left out.
+        """
         alone = is_alone(self.source.raw)
-        lines = [f"stack of {len(self.levels) + 1} levels, hottest first"]
+        lines = [f"stack of {counted(len(self.levels) + 1, 'level')}, hottest first"]
         if alone:
             lines = ["no tiers: what leaves the device is forgotten"]
         if layout is None:
             lines.append("a block's size is not known before an engine names its layout")
         else:
-            slot = Size(layout.slot_bytes)
-            tokens = "" if self.block.size_bytes else f"{layout.block_tokens} tokens = "
-            lines.append(
-                f"1 block = {tokens}{layout.block_bytes} bytes in a slot of {slot.about()}"
-            )
-        found = self.rows(layout)
-        lines += ["", *table("settings", (r for r in found if r.path[:6] != "tiers["))]
+            lines.append(self._block(layout))
+        found = [r for r in self.rows(layout) if defaults or r.origin != "default"]
+        title = "settings" if defaults else "settings that are not defaults (--all shows all)"
+        lines += ["", *table(title, (r for r in found if r.path[:6] != "tiers["))]
         for i, level in enumerate(() if alone else self.tiers):
             own = f"tiers[{i}]."
             listed = [r._replace(path=r.path[len(own) :]) for r in found if r.path.startswith(own)]
             lines += ["", *table(f"level {i}: {level.name} ({level.type})", listed)]
-        lines += ["", *(f"warning: {warning}" for warning in self.warnings)]
-        return "\n".join(lines).rstrip()
+        return lines
+
+    def _block(self, layout: Layout) -> str:
+        """Return a line about the size of a block, and of its slot if that is larger."""
+        size, slot = Size(layout.block_bytes), Size(layout.slot_bytes)
+        exact = "" if str(size) == size.brief() else f" ({int(size)} bytes)"
+        tokens = "" if self.block.size_bytes else f"{counted(layout.block_tokens, 'token')} = "
+        room = "" if size == slot else f", in a slot of {slot.brief()}"
+        return f"1 block = {tokens}{size.brief()}{exact}{room}"
 
 
 def load_config(

@@ -21,7 +21,7 @@ from kvladder.manager import CacheManager
 from kvladder.policy.fetch_cost import ANYTHING
 from kvladder.policy.sessions import LATER
 from kvladder.tiers.ladder.loading.fetch import Fetch, PrefetchSet
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 REST_S = 0.002

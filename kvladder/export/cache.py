@@ -20,9 +20,9 @@ from kvladder.lock import STEP
 from kvladder.manager import BatchedFetch, CacheManager, SetFetch
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
-from kvladder.tiers.ladder.queue import QueuedWrite
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
+from kvladder.tiers.ladder.writing.transit import facts_of
 from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
@@ -254,8 +254,8 @@ class EngineOffers(CacheOffers):
         for start in range(0, len(found), STEP):
             with ladder.lock:
                 for name, slot in found[start : start + STEP]:
-                    coming = QueuedWrite(ladder.meta(name) or BlockMeta(), since_s=0.0)
-                    rows.append((name, slot, coming.facts(ttl_s=None, clock=ladder.clock)))
+                    meta = ladder.meta(name) or BlockMeta()
+                    rows.append((name, slot, facts_of(meta, ttl_s=None, clock=ladder.clock)))
         labelled: list[Pinned | None] = await self._run_blocking(self._label, rows)
         return labelled
 

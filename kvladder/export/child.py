@@ -10,12 +10,11 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kvladder.arena import Arena, ArenaHandle
+from kvladder.children.pipe import Pipe
+from kvladder.children.spawn import run
 from kvladder.errors import ConfigError, TierError
-from kvladder.export.link import FarOffers, Gauges, Serve, from_parent
+from kvladder.export.link import EXPORTER, LISTENER, FarOffers, Serve
 from kvladder.tiers.blocking import BlockingPool
-from kvladder.tiers.isolated.child import failure
-from kvladder.tiers.isolated.spawn import run
-from kvladder.tiers.isolated.wire import Close, Done, frame, take
 
 GAUGES_S: Final = 1.0
 """Seconds between two reports of this process's gauges to the parent."""
@@ -32,42 +31,61 @@ class ServingStarted(NamedTuple):
 Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[ServingStarted]]
 
 
+class ExporterOrders:
+    """What the cache's process tells the exporter's to do, see ``ExporterCalls``."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.told: asyncio.Future[Serve] = loop.create_future()
+        """The settings, once they have come; an OSError if the cache's process is gone before."""
+        self.address: asyncio.Future[str] = loop.create_future()
+        """The answer to them."""
+        self.closing = asyncio.Event()
+        """Set when the process must exit, because it was told to or the cache's process is gone."""
+
+    async def serve(self, told: Serve) -> str:
+        """See ``ExporterCalls``."""
+        self.told.set_result(told)
+        return await self.address
+
+    def close(self) -> None:
+        """See ``ExporterCalls``."""
+        self.closing.set()
+
+    async def gone(self, fault: str) -> str:
+        """End what waits for the cache's process."""
+        self.closing.set()
+        if not self.told.done():
+            self.told.set_exception(ConnectionResetError("the cache's process is gone"))
+        return fault
+
+
 async def attend(
     serving: Serving, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Read the settings from the parent and serve clients by ``serving`` until told to close."""
-    told = from_parent.decode(await take(reader))
-    assert isinstance(told, Serve), told
+    """Take the settings from the parent and serve clients by ``serving`` until told to close."""
+    orders = ExporterOrders()
+    pipe = Pipe(reader, writer, "the cache's process", ended=orders.gone)
+    pipe.answer(EXPORTER, orders)
+    told = await orders.told
     fd, slots, slot_bytes = told.arena
     handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
     arena = Arena.attach(handle, inherited=fd, writable=not told.guarded)
-    offers, closing = FarOffers(arena, told, writer), asyncio.Event()
-    reading = asyncio.create_task(_read(reader, offers, closing))
+    offers, counted = FarOffers(arena, told, pipe), pipe.stub(LISTENER).counted
     try:
         async with serving(offers, told) as served:
-            writer.write(frame(Done(value=served.address)))
-            while not closing.is_set():
+            orders.address.set_result(served.address)
+            while not orders.closing.is_set():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(GAUGES_S):
-                        await closing.wait()
-                writer.write(frame(Gauges(counts=dict(served.gauges()))))
+                        await orders.closing.wait()
+                counted(dict(served.gauges()))
     except (ConfigError, TierError) as error:
-        writer.write(frame(failure(0, error)))
+        if not orders.address.done():
+            orders.address.set_exception(error)
+            await pipe.join()  # the parent has the answer and ends this process
     await writer.drain()
-    reading.cancel()
-
-
-async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asyncio.Event) -> None:
-    """Pass the parent's answers to ``offers``; set ``closing`` on Close or at the end of input."""
-    try:
-        while True:
-            message = from_parent.decode(await take(reader))
-            if isinstance(message, Close):
-                closing.set()
-            else:
-                offers.take(message)
-    finally:
-        closing.set()
+    await pipe.aclose()
 
 
 @asynccontextmanager

@@ -24,8 +24,8 @@ class Pinned(NamedTuple):
     """Label of the block, ``LABEL_BYTES`` long."""
 
 
-class Offers(Protocol):
-    """A cache as its exporter sees it. All calls are made on one event loop.
+class OfferCalls(Protocol):
+    """The calls of ``Offers``, which another process can make. All are made on one event loop.
 
     ``session`` is the number of a connected client, ``op`` that of one of its operations. Numbers
     are not reused. A key is the 32 bytes that the client sent. The cache decides which of its
@@ -36,13 +36,6 @@ class Offers(Protocol):
     holds for failed and cancelled calls too, and never before they have ended. Calls raise
     TierError if the cache cannot be asked now. ``gone`` releases all that a session holds.
     """
-
-    arena: Arena
-    """The arena, mapped in this process; ``pin`` and ``grant`` return its slots."""
-    block_bytes_max: int
-    """Bytes of the longest block that fits into a slot, without its label."""
-    writable: bool
-    """True if clients may be granted slots."""
 
     async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
         """Begin a session of a client; return why it is refused, or an empty string."""
@@ -105,3 +98,14 @@ class Offers(Protocol):
         Neither the client nor its transfers may touch a slot any more.
         """
         ...
+
+
+class Offers(OfferCalls, Protocol):
+    """A cache as its exporter sees it."""
+
+    arena: Arena
+    """The arena, mapped in this process; ``pin`` and ``grant`` return its slots."""
+    block_bytes_max: int
+    """Bytes of the longest block that fits into a slot, without its label."""
+    writable: bool
+    """True if clients may be granted slots."""

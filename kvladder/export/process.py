@@ -6,19 +6,18 @@ import asyncio
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
-import msgspec
-
+from kvladder.children.pipe import Pipe
+from kvladder.children.spawn import Spawned, start_again
 from kvladder.config.settings import ExportConfig
 from kvladder.errors import ClosedError, ConfigError, TierError
 from kvladder.export.cache import CacheOffers
-from kvladder.export.link import Gauges, NearOffers, Serve
+from kvladder.export.link import EXPORTER, LISTENER, OFFERS, Serve
 from kvladder.manager import Portal
 from kvladder.schema import within
-from kvladder.tiers.isolated.process import START_S, error_of
-from kvladder.tiers.isolated.spawn import Spawned, start_again
-from kvladder.tiers.isolated.wire import Close, Done, Failed, Message, Said, frame
+from kvladder.tiers.isolated.process import START_S
 
 CHILD: Final = "kvladder.export.child"
 CLOSE_S: Final = 2.0
@@ -59,7 +58,8 @@ class Export:
         self._config = config
         self._say = say
         self._module = module
-        self._serving: asyncio.Task[None] | None = None
+        self._spawned: Spawned
+        self._pipe: Pipe | None = None
         self._starting: asyncio.Task[None] | None = None
         self._process = 0
         """Process id of the child; 0 while no child serves."""
@@ -113,10 +113,17 @@ class Export:
                 spawned = await Spawned.start(self._module, [fd])
         except OSError as error:
             raise TierError(f"a process for clients cannot be started: {error}") from error
-        ready: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._spawned = spawned
-        self._serving = asyncio.create_task(self._serve(spawned, ready), name="kvladder-export")
-        message = Serve(
+        pipe = Pipe(
+            spawned.reader,
+            spawned.writer,
+            "the process for clients",
+            ended=partial(self._gone, spawned),
+            late=spawned.kill,  # at once: only ``serve`` is called
+        )
+        pipe.answer(OFFERS, self._offers)
+        pipe.answer(LISTENER, self)
+        self._spawned, self._pipe = spawned, pipe
+        told = Serve(
             arena=(fd, handle.slots, handle.slot_bytes),
             block_bytes_max=self._offers.block_bytes_max,
             writable=self._offers.writable,
@@ -130,47 +137,35 @@ class Export:
             name=self._config.name,
             namespace=self._offers.namespace,
         )
-        spawned.writer.write(frame(message))
         try:
             async with asyncio.timeout(START_S):
-                self.address = str((await ready).value)
+                self.address = await pipe.stub(EXPORTER).serve(told)
         except BaseException as error:
             spawned.kill()
-            await asyncio.wait({self._serving})
+            await pipe.join()
             if isinstance(error, TimeoutError):
                 raise TierError(f"the process for clients needs more than {START_S} s") from error
+            if isinstance(error, ConfigError):
+                raise within("export", error) from error
             raise
         self._process = spawned.pid
 
-    async def _serve(self, spawned: Spawned, ready: asyncio.Future[Done]) -> None:
-        """Answer the child until it is gone; then free all that it held."""
+    def said(self, text: str) -> None:
+        """See ``ExportListener``."""
+        self._say("export", text)
 
-        def told(message: Message) -> None:
-            if isinstance(message, Gauges):
-                self._gauges = message.counts
-            elif isinstance(message, Said):
-                self._say("export", message.text)
-            elif isinstance(message, Failed) and not ready.done():
-                error = error_of(message)
-                if isinstance(error, ConfigError):
-                    error = within("export", error)
-                ready.set_exception(error)
-            elif isinstance(message, Done) and not ready.done():
-                ready.set_result(message)
+    def counted(self, counts: dict[str, int]) -> None:
+        """See ``ExportListener``."""
+        self._gauges = counts
 
-        try:
-            await NearOffers(self._offers, told).serve(spawned.reader, spawned.writer)
-        except (ConnectionError, OSError):
-            pass
-        except (msgspec.MsgspecError, ValueError) as error:
-            spawned.kill(f"it does not keep to the protocol: {error}")
-        finally:
-            await spawned.end()
-            await self._offers.all_gone()
-            if not ready.done():
-                ready.set_exception(TierError(f"the process for clients has ended: {spawned.how}"))
-            ready.exception()  # marks it as seen, as the caller may have left
-            self._ended(spawned)
+    async def _gone(self, spawned: Spawned, fault: str) -> str:
+        """Wait for the child's death, then free all that it held; kill it first for a fault."""
+        if fault:
+            spawned.kill(fault)
+        await spawned.end()
+        await self._offers.all_gone()
+        self._ended(spawned)
+        return f"the process for clients has ended: {spawned.how}"
 
     def _ended(self, spawned: Spawned) -> None:
         """Start another child if the dead one had served."""
@@ -197,9 +192,11 @@ class Export:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        if self._serving is not None and not self._serving.done():
-            self._spawned.writer.write(frame(Close()))
-            await asyncio.wait({self._serving}, timeout=CLOSE_S)
+        if self._pipe is not None:
+            self._pipe.stub(EXPORTER).close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._pipe.join()
             self._spawned.kill()
-            await asyncio.wait({self._serving})
+            await self._pipe.join()
         self._process = 0

@@ -60,11 +60,13 @@ def kept_by(
         return ModelResources(model, *running.run(model))
     except LayoutError:
         raise
-    except Exception as error:  # noqa: BLE001 - no such library, or whatever a model's class raises
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
-        model.hint = f"no token was run, {why}; {hint}"
+    except ModuleNotFoundError as error:
+        what = f"no {error.name}: install kvladder[transformers] for exact sizes"
+    except Exception as error:  # noqa: BLE001 - whatever a model's class raises
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
+    model.hint = f"no token was run, {what}; {hint}"
     layers = rules.layers(model)
-    return ModelResources(model, len(layers), [*layers], f"by the keys of the file ({why})")
+    return ModelResources(model, len(layers), [*layers], f"estimated from config.json ({what})")
 
 
 def bytes_per_token(path: Path, *, dtype: str | None = None) -> int:

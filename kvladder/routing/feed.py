@@ -9,9 +9,13 @@ from contextlib import suppress
 from typing import Any, Final, cast
 
 import msgspec
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+
+from kvladder.errors import needed
+
+with needed("events"):
+    import zmq
+    import zmq.asyncio
+    from zmq.utils.monitor import recv_monitor_message
 
 from kvladder.publishing.wire import END, Hash
 from kvladder.routing.index import Index

@@ -8,11 +8,14 @@ from math import prod
 from typing import Any
 
 import pytest
-import torch
+
+from kvladder.errors import PlanError, needed
+
+with needed("torch"):
+    import torch
 
 from kvladder.device.cache import DeviceCache, open_device
 from kvladder.device.memory import PlanMemory
-from kvladder.errors import PlanError
 from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ITEM_BYTES, ResourceHandler
 from kvladder.gpu.sizing.plan import CachePlan

@@ -22,12 +22,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import redis
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
+from kvladder.errors import needed
+
+with needed("testing"):
+    import redis
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import NameOID
 
 START_TIMEOUT_S = 300.0
 _TRIES_PER_S = 100

@@ -15,7 +15,7 @@ from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
-from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.eviction import EvictionPolicy, PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
@@ -41,6 +41,7 @@ class LevelSpec:
     settings: LevelSettings = field(default_factory=LevelSettings)
     required: bool = False
     shares: Shares = NO_SHARES
+    policy: EvictionPolicy = field(default_factory=PrioritizedLRU)
 
 
 class LoopPortal:
@@ -96,10 +97,11 @@ class SimCache:
         threads: Threads = lambda _: inline_blocking,
         shares: Shares = NO_SHARES,
         limits: Limits = NO_LIMITS,
+        policy: EvictionPolicy | None = None,
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
-        ``threads`` runs blocking calls. ``shares`` are the quotas of the host level.
+        ``threads`` runs blocking calls. ``shares`` and ``policy``, an empty one, are host's.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
@@ -121,7 +123,7 @@ class SimCache:
                 tier=spec.tier,
                 rule=spec.rule,
                 capacity_blocks=spec.capacity_blocks,
-                policy=PrioritizedLRU(),
+                policy=spec.policy,
                 settings=spec.settings,
                 required=spec.required,
                 scratch=aside[position - 1],
@@ -129,8 +131,9 @@ class SimCache:
             )
             for position, spec in enumerate(levels, start=1)
         ]
+        order = PrioritizedLRU() if policy is None else policy
         stack = TierStack(
-            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks, shares),
+            HostSettings("host", host or OffloadRule(), order, reserve_blocks, shares),
             made,
             shared,
             post=loop.call_soon,

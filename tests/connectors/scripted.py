@@ -128,6 +128,7 @@ class Engine:
         role: str = "kv_both",
         handed_over: bool = False,
         make_copier: Callable[[Parts, Arena], Copier] | None = None,
+        pool: object = None,
     ) -> None:
         from kvladder.connectors.vllm import worker as vllm_worker
         from kvladder.connectors.vllm.options import VllmOptions
@@ -166,7 +167,7 @@ class Engine:
             worker._registers = make_copier is not None
             self.workers.append(worker)
         options = VllmOptions(load=self.way, save_decode=save_decode, on_reset=on_reset)
-        self.half = SchedulerHalf(
+        self.scheduler = SchedulerHalf(
             vllm_config,
             kv_config,
             options=options,
@@ -174,7 +175,8 @@ class Engine:
             notices=self.notices,
         )
         described = {rank: worker.describe() for rank, worker in enumerate(self.workers)}
-        self.half.start(described, handed_over=handed_over)
+        self.scheduler.bind(pool)
+        self.half = self.scheduler.start(described, handed_over=handed_over)
         self.free = list(range(1, blocks))
         self.entries: dict[str, Entry] = {}
         self.loaded = 0
@@ -255,6 +257,7 @@ class Engine:
             for other in reports[1:]:
                 whole = whole.aggregate(other)
             self.half.report(whole)
+        self.half.check()
         return step
 
     def _built(self, scheduled: dict[str, int]) -> Any:

@@ -142,7 +142,7 @@ class Simulation:
         self.connector.notices = self  # what its edges swallow fails the test
         described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
         self.connector.set_xfer_handshake_metadata_pp_aware(described)
-        self.half = self.connector.scheduler
+        self.half = self.connector.scheduler.running
         self._overlap = overlap
         self._launched: deque[tuple[Any, Any]] = deque()
         self._alive: dict[str, Tracked] = {}
@@ -262,6 +262,7 @@ class Simulation:
         idle = not output.total_num_scheduled_tokens
         while len(self._launched) > (1 if self._overlap and not idle else 0):
             self._update(*self._launched.popleft())
+        self.half.check()
 
     def _update(self, output: Any, result: Any) -> None:
         for outputs in self.scheduler.update_from_output(output, result).values():
@@ -483,6 +484,6 @@ class Simulation:
         self.half.settle()
         manager.check()
         self.scheduler.shutdown()
-        assert self.half._pins == 0
+        assert self.half._answers.pins == 0
         manager.check()
         assert manager.arena.free == manager.arena.slots

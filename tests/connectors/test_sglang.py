@@ -346,7 +346,6 @@ def test_latent_attention_hits_on_all_ranks(opened):
     assert same(pool, 100, kept)
 
 
-@pytest.mark.slow
 def test_latent_attention_on_several_machines_needs_a_tier_that_they_share(opened):
     sglang_stub.give("m", parallel={"nnodes": 2, "tp_size": 2})
     with pytest.raises(ValueError, match=r"^tiers: with latent attention one rank .*redis"):
@@ -461,7 +460,6 @@ def test_a_way_to_count_pages_that_is_not_known_is_an_error(opened):
         one.storage_backend.batch_exists_v2(chain("a", 2), wanted)
 
 
-@pytest.mark.slow
 def test_pools_that_cannot_be_used_are_refused_by_name(opened):
     with pytest.raises(ValueError, match=r"each rank has heads of its own in the pool 'draft'"):
         opened(ranks=LATENT, more={"draft": Pool()})
@@ -556,7 +554,6 @@ def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch):
     assert one.exists(keys) == one.exists(chain("b", 20)) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "warning"),
     [

@@ -266,6 +266,6 @@ def test_what_size_prints_is_what_is_built(
         built = [line.strip() for line in pooled.cache.describe().splitlines()]
         shares = pooled.cache.division.shares
         assert [pool.blocks for pool in pooled.cache.pools] == [share.blocks for share in shares]
-    division = [line for line in printed if "bytes, pools:" in line or " blocks of " in line]
+    division = [line for line in printed if ", pools:" in line or " blocks of " in line]
     assert len(division) == 1 + len(shares)
     assert [line for line in division if line.strip() not in built] == []

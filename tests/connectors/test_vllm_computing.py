@@ -23,7 +23,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
-    from kvladder.connectors.vllm.requests import Computing
+    from kvladder.connectors.vllm.requests.computing import Computing
     from kvladder.connectors.vllm.step import Report
     from tests.connectors.scripted import TOKENS, Engine, Request
 

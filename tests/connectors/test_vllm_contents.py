@@ -14,7 +14,7 @@ import torch
 from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.identity import contents as vllm_contents
 from kvladder.connectors.vllm.identity.contents import Contents, contents_of
-from kvladder.connectors.vllm.requests import RequestState
+from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.keys import BlockKey
 
 if importlib.util.find_spec("vllm") is None:

@@ -81,7 +81,6 @@ def serve(engine: Engine, tokens: Sequence[int]) -> Request:
 def taken(engine: Engine) -> list[Any]:
     """All there is to tell."""
     events = engine.half.events
-    assert events is not None
     found = [*events.take()]
     while events.pending:
         found += events.take()
@@ -147,9 +146,11 @@ def test_what_no_request_is_known_to_have_is_told_by_its_hash_alone(
 
 
 def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Engine) -> None:
+    from kvladder.connectors.vllm.reports.events import KVEvents
+
     taken(engine)
     events = engine.half.events
-    assert events is not None
+    assert isinstance(events, KVEvents)
     request = Request("r", prompt(3))
     request.lora_request = SimpleNamespace(
         adapter_id=7, name="mine", lora_name="mine", lora_path="/a"
@@ -221,7 +222,6 @@ def test_requests_that_are_over_are_not_kept_for_what_is_known_of_their_blocks(
     engine: Engine,
 ) -> None:
     events = engine.half.events
-    assert events is not None
     common = prompt(1)
     requests = [Request(f"r{n}", [*common, *prompt(n)]) for n in range(20)]
     over = [weakref.ref(request) for request in requests]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvladder.arena import Slot
 from kvladder.connectors.vllm.groups import Kind, VllmGroup, VllmGroups
-from kvladder.connectors.vllm.requests import ROUNDS_MAX, Find
+from kvladder.connectors.vllm.requests.find import ROUNDS_MAX, Find
 from kvladder.keys import BlockKey
 from kvladder.policy.fetch_cost import AvoidedCompute
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from kvladder.arena import Arena
-from kvladder.connectors.vllm.requests import Find
+from kvladder.connectors.vllm.requests.find import Find
+from kvladder.connectors.vllm.requests.lookup import LookupState
+from kvladder.errors import ConfigError
 from kvladder.gpu.copy.pages import Parts, by_group
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
@@ -52,7 +54,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.half.settle()
         manager.check()
         engine.close()
-        assert engine.half._pins == 0
+        assert engine.half._answers.pins == 0
         manager.check()
         assert manager.arena.free == manager.arena.slots
 
@@ -182,7 +184,7 @@ def test_a_request_whose_load_failed_computes_and_is_saved_anew(
     engine.copiers[0].failing, engine.copiers[0].failing_way = 1.0, "onboard"
     request = engine.add(prompt(1), length=40)
     state = engine.half._states[request.request_id]
-    while not state.computes:
+    while state.lookup.state is not LookupState.COMPUTES:
         engine.step(64)
     assert engine.half.ask(request, 0) == (0, False)
     assert engine.half.stats()["host"]["blocks"] == 0  # what cannot be used is forgotten
@@ -216,22 +218,20 @@ def test_the_answer_is_kept_while_a_request_cannot_be_allocated(
     assert looked_for[0] == 0  # it was brought up when the request arrived
     assert {half.ask(request, 8) for _ in range(200)} == {(20, True)}
     half.finished(request)
-    assert half._pins == 0
+    assert half._answers.pins == 0
 
 
 def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> None:
-    engine = Engine(HOST)
-    engines.append(engine)
-    served(engine, prompt(1))
-
     class Pool:
         def get_cached_block(self, block_hash: bytes, groups: list[int]) -> object:
             return object() if block_hash in Request("", prompt(1)[:20]).block_hashes else None
 
-    engine.half.bind(Pool())
+    engine = Engine(HOST, pool=Pool())
+    engines.append(engine)
+    served(engine, prompt(1))
     request = Request("partly", prompt(1))
     engine.half.arrived(request)
-    assert engine.half._pins == 2  # of seven blocks vLLM has five
+    assert engine.half._answers.pins == 2  # of seven blocks vLLM has five
     assert engine.half.ask(request, 20) == (8, True)
     assert engine.half.ask(request, 0) == (28, True)  # it has lost them meanwhile
     assert engine.half.ask(request, 28) == (0, False)
@@ -241,7 +241,7 @@ def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> Non
 def test_an_answer_does_not_outlive_what_it_was_about(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors.vllm import scheduler as module
+    from kvladder.connectors.vllm.requests import answers as module
 
     engine = Engine(HOST)
     engines.append(engine)
@@ -267,9 +267,9 @@ def test_an_abort_before_the_answer_was_used_unpins(engines: list[Engine]) -> No
     engines.append(engine)
     served(engine, prompt(1))
     request = engine.add(prompt(1))
-    assert engine.half._pins == 7
+    assert engine.half._answers.pins == 7
     engine.abort(request.request_id)
-    assert engine.half._pins == 0
+    assert engine.half._answers.pins == 0
 
 
 def test_saves_that_were_not_reported_count_when_both_halves_are_in_one_process(
@@ -354,7 +354,7 @@ def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
     request = Request("partly", prompt(1))
     half.arrived(request)
     assert half.ask(request, 20) == (8, True)
-    find = half._states["partly"].find
+    find = half._states["partly"].lookup.find
     assert find is not None
     slots = find.held[0].match.slots[:7]
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36, 37]], 8)
@@ -395,6 +395,22 @@ def test_an_allocation_that_fails_in_the_connector_is_a_failed_load(
     monkeypatch.setattr(half, "allocated", allocated)
     engine.run(steps_max=40)
     assert request.num_tokens == 31
+
+
+def test_a_block_pool_that_comes_after_the_start_is_refused(engines: list[Engine]) -> None:
+    engine = Engine(HOST)
+    engines.append(engine)
+    with pytest.raises(ConfigError, match="block pool"):
+        engine.scheduler.bind(object())
+
+
+def test_a_start_that_fails_closes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its arena stays mapped, which ``conftest.py`` notices."""
+    from kvladder.connectors.vllm import scheduler as module
+
+    monkeypatch.setattr(module, "enabled", lambda _: True)
+    with pytest.raises(ConfigError, match=r"events\.max"):
+        Engine({**HOST, "events": {"max": 0}})
 
 
 def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:

@@ -98,7 +98,7 @@ def test_a_request_that_another_connector_brings_is_looked_for_once_that_failed(
     brought = {"do_remote_prefill": True}
     request = engine.add(tokens, kv_transfer_params=brought)
     assert engine.half.ask(request, 0) == (0, False)
-    assert not engine.half._pins
+    assert not engine.half._answers.pins
     brought["do_remote_prefill"] = False  # as NixlConnector says once it has tried
     engine.run()
     assert engine.loaded == 29 // TOKENS

@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm.scheduler import SchedulerHalf
+    from kvladder.connectors.vllm.running import RunningScheduler
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache() -
     tokens = Random(1).choices(range(50), k=30)
     engine.add(tokens)
     engine.run()
-    half: SchedulerHalf = engine.half
+    half: RunningScheduler = engine.half
     half._waits = True
     first, second, third = (Request(name, tokens) for name in ("one", "two", "three"))
     for request in (first, second):

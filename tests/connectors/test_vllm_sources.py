@@ -72,7 +72,7 @@ def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
 
     half, manager = engine.half, engine.half.connector.manager
     connector = KVLadderConnector.__new__(KVLadderConnector)
-    connector.scheduler, connector.notices = half, engine.notices
+    connector.scheduler, connector.notices = engine.scheduler, engine.notices
     told = connector.get_external_cache_hit_sources
     for prompt in PROMPTS:  # the second takes the room of most of the first
         engine.add(prompt)

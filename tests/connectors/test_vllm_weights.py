@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from kvladder.connectors.vllm.identity.weights import Weights
+from kvladder.connectors.vllm.requests.lookup import LookupState
 from kvladder.connectors.vllm.saves import part_tails
 from kvladder.connectors.vllm.step import Report, Seen, StepMetadata
 from tests.connectors.scripted import TOKENS, Engine, Request
@@ -186,10 +187,12 @@ def test_loads_under_way_are_given_up_and_their_blocks_kept(start: Start) -> Non
     for copier in engine.copiers:
         copier.held = False
     state = engine.half._states[request.request_id]
-    assert state.loading
-    while state.loading:
+    assert state.lookup.state is LookupState.LOADING
+    while state.lookup.loading:
         engine.step()
-    assert state.computes, "the blocks that came are of the weights before"
+    assert state.lookup.state is LookupState.COMPUTES, (
+        "the blocks that came are of the weights before"
+    )
     engine.run()
     assert engine.half.stats()["host"]["blocks"] == 7
     become(engine, b"first", noticed=True)
@@ -199,13 +202,11 @@ def test_loads_under_way_are_given_up_and_their_blocks_kept(start: Start) -> Non
 
 
 def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: Start) -> None:
-    engine = start()
-
     class Pool:
         cached_block_hash_to_block = object()
 
     pool = Pool()
-    engine.half.bind(pool)
+    engine = start(pool=pool)
     assert loaded(engine) == 0
     become(engine, b"new", noticed=True)
     loaded(engine)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvladder.children.spawn import run
 from kvladder.errors import ConfigError, TierError
 from kvladder.export.child import ServingStarted, attend
 from kvladder.export.link import FarOffers, Serve
-from kvladder.tiers.isolated.spawn import run
 from tests.export.clients import Client, keys_of
 
 

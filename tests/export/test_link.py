@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvladder.arena import Arena, Slot
+from kvladder.children.pipe import Pipe, PipeState
 from kvladder.errors import TierError
-from kvladder.export.link import FarOffers, Gauges, NearOffers, Serve, from_parent
+from kvladder.export.link import LISTENER, OFFERS, FarOffers, Serve
 from kvladder.export.offers import LOOKUP_MAX, Pinned
-from kvladder.tiers.isolated.wire import Done, Message, frame, take
 from kvladder.tiers.label import Facts
 from tests.export.clients import keys_of
 from tests.kit.memory import writable_slots
@@ -39,6 +39,21 @@ class Recording:
     def close(self) -> None:
         self.mapped.close()
         self.arena.close()
+
+    def said(self, text: str) -> None:
+        self.calls.append((text,))
+
+    def counted(self, counts: dict[str, int]) -> None:
+        self.calls.append((counts,))
+
+    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
+        return f"{namespace!r} {block_bytes}"
+
+    async def remove(self, session: int, keys: list[bytes]) -> None:
+        self.calls.append((session, keys))
+
+    async def purge(self, session: int, salt: bytes | None) -> int:
+        raise AttributeError("a fault of the cache")
 
     async def have(self, session: int, keys: list[bytes]) -> bytes:
         self.calls.append((session, keys))
@@ -75,33 +90,25 @@ class Recording:
 
 
 @asynccontextmanager
-async def linked(
-    near: Recording,
-) -> AsyncIterator[tuple[FarOffers, list[Message], asyncio.Task[None]]]:
-    """Both ends, what was told beside calls, and the task that serves."""
+async def linked(near: Recording) -> AsyncIterator[tuple[FarOffers, Pipe, Pipe]]:
+    """The exporter's end, its pipe, and that of the cache."""
     one, two = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=one)
     far_reader, far_writer = await asyncio.open_unix_connection(sock=two)
-    told: list[Message] = []
     offers: Any = near
-    serving = asyncio.create_task(NearOffers(offers, told.append).serve(reader, writer))
-    far = FarOffers(near.mapped, Serve(block_bytes_max=9, writable=True), far_writer)
-
-    async def read() -> None:
-        while True:
-            message = from_parent.decode(await take(far_reader))
-            assert not isinstance(message, Serve)
-            far.take(message)
-
-    reading = asyncio.create_task(read())
+    serving = Pipe(reader, writer, "the exporter's process")
+    serving.answer(OFFERS, offers)
+    serving.answer(LISTENER, near)
+    calling = Pipe(far_reader, far_writer, "the cache's process")
     try:
-        yield far, told, serving
+        yield (
+            FarOffers(near.mapped, Serve(block_bytes_max=9, writable=True), calling),
+            calling,
+            serving,
+        )
     finally:
-        reading.cancel()
-        far_writer.close()
-        await asyncio.wait({serving, reading})
-        serving.exception()
-        writer.close()
+        await calling.aclose()
+        await serving.aclose()
         near.close()
 
 
@@ -115,9 +122,21 @@ async def test_calls_and_answers_arrive_as_what_they_are() -> None:
         assert await far.have(1, many) == bytes(LOOKUP_MAX)
         assert await far.pin(1, 2, keys_of(1, 2)) == [Pinned(Slot(3), 10, b"label"), None]
         assert await far.grant(1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()]) == [5, -1]
+        assert await far.hello(1, b"space", 7) == "b'space' 7"
+        await far.remove(1, keys_of(1))
         await far.gone(1)
         wanted = (1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()])
-        assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, (1,)]
+        removed = (1, keys_of(1))
+        assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, removed, (1,)]
+
+
+async def test_the_cache_is_told_texts_and_counts() -> None:
+    near = Recording()
+    async with linked(near) as (far, calling, _):
+        far.say("new clients do not find this end")
+        calling.stub(LISTENER).counted({"clients": 1})
+        await far.have(1, [])
+        assert near.calls == [("new clients do not find this end",), ({"clients": 1},), (1, [])]
 
 
 async def test_what_the_cache_raises_is_raised_over_there() -> None:
@@ -127,7 +146,7 @@ async def test_what_the_cache_raises_is_raised_over_there() -> None:
         assert not raised.value.temporary
         with pytest.raises(TierError, match="AttributeError"):
             await far.purge(1, None)
-        assert not serving.done()
+        assert serving.state is PipeState.OPEN
 
 
 class Slots(Recording):
@@ -193,7 +212,7 @@ async def test_nobody_waits_for_a_release_and_what_is_called_next_comes_after_it
         assert near.calls == [(1, 2), (1, keys_of(1))]
         near.goes_on.set()
         assert await far.grant(1, 3, keys_of(1), [4], [FACTS]) == [5, -1]
-        assert not serving.done()
+        assert serving.state is PipeState.OPEN
 
 
 async def test_a_call_that_is_cancelled_ends_when_it_has_ended_at_the_cache() -> None:
@@ -208,25 +227,15 @@ async def test_a_call_that_is_cancelled_ends_when_it_has_ended_at_the_cache() ->
         assert await far.have(1, keys_of(1)) == b"\0"
 
 
-async def test_calls_under_way_are_ended_when_the_process_is_gone() -> None:
+async def test_calls_under_way_are_ended_at_both_ends_when_one_is_gone() -> None:
     near = Recording()
-    async with linked(near) as (far, told, serving):
+    async with linked(near) as (far, calling, serving):
         pinning = asyncio.ensure_future(far.pin(1, 2, keys_of(1)))
         await near.began.wait()
-        far._writer.write(frame(Gauges(counts={"clients": 1})))
-        far._writer.write(frame(Done(value=7)))
-        far._writer.close()
-        await asyncio.wait({serving})
-        assert isinstance(serving.exception(), ConnectionError)
+        await calling.aclose()
+        await serving.join()
         assert near.cancelled == 1
-        assert [type(message) for message in told] == [Gauges, Done]
-        pinning.cancel()
-        far.take(Done(1))
-        await asyncio.wait({pinning})
-
-
-async def test_whoever_does_not_keep_to_the_protocol_is_not_served() -> None:
-    async with linked(Recording()) as (far, _, serving):
-        far._writer.write(b"\x04\x00\x00\x00what")
-        await asyncio.wait({serving})
-        assert isinstance(serving.exception(), ValueError)
+        with pytest.raises(TierError, match="the cache's process is gone"):
+            await pinning
+        with pytest.raises(TierError, match="the cache's process is gone"):
+            await far.have(1, keys_of(1))

@@ -304,7 +304,7 @@ def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
     found = run("check", str(server.file))
     assert found.returncode == 0
     assert "nixl 1." in found.stdout
-    assert "1 block = 66120 bytes in a slot of 68 KiB" in found.stdout
+    assert "1 block = 64.57 KiB (66120 bytes), in a slot of 68 KiB" in found.stdout
     assert "tokens  " not in found.stdout.partition("level 0")[2]
     bad = tmp_path / "bad.yaml"
     bad.write_text(server.file.read_text().replace("server.keys", "other.keys"))

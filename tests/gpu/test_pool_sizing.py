@@ -191,8 +191,9 @@ def test_convolutions_without_states_are_by_themselves(tmp_path: Path, capsys: A
     stack.write_text("{host: 1 GiB}")
     code, text = size(capsys, *model, "--stack", str(stack), "--checkpoint-tokens", "1024")
     assert code == 0
-    assert "a token takes 12288 bytes of KV in 6 layers" in text
-    assert f"a sequence takes {10 * 2 * 2048 * 2} bytes of state in 10 layers" in text
+    assert "a token takes 12 KiB of KV in 6 layers" in text
+    assert 10 * 2 * 2048 * 2 == 80 << 10
+    assert "a sequence takes 80 KiB of state in 10 layers" in text
     assert "reuse off: 0.conv is not paged" in text
 
 
@@ -218,7 +219,7 @@ def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
     code, text = size(capsys, *model, "--context", "8192", "--dtype", "fp8")
     assert code == 0
     assert "40 GiB: 32 sequences" in text
-    assert "a token takes 163840 bytes of KV in 80 layers" in text
+    assert "a token takes 160 KiB of KV in 80 layers" in text
     assert "16384 blocks of 16 tokens" in text
     assert "40 GiB: 16 sequences" in size(capsys, *model, "--context", "8192")[1]
     assert "31 sequences" in size(capsys, *model, "--context", "8193", "--dtype", "fp8")[1]

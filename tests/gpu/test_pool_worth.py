@@ -12,7 +12,7 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine, priority_of
 from tests.patience import PATIENCE_S

@@ -74,7 +74,7 @@ def test_what_a_block_crosses_is_seen(shape: Any) -> None:
         assert moves >= len(files) - 1
         assert running > len(files)
     assert "tiers/ladder/loading/fetch.py" in found["load"][0]
-    assert "tiers/ladder/writer.py" in found["save"][0]
+    assert "tiers/ladder/writing/writer.py" in found["save"][0]
     assert sys.getprofile() is None
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import SetFetch
-from kvladder.policy.eviction import PRIORITY_MIN
+from kvladder.policy.eviction import PRIORITY_MIN, EvictionPolicy, PrioritizedLRU
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
@@ -41,6 +41,8 @@ class World:
 
     Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
     """
+
+    make_policy: Callable[[], EvictionPolicy] = staticmethod(PrioritizedLRU)
 
     def __init__(self, knobs: Knobs, seed: int) -> None:
         self.knobs = knobs
@@ -84,7 +86,14 @@ class World:
             if isinstance(tier, SharedFakeTier):
                 tier.removable = self._condemned.__contains__
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, shares=level.shares)
+            LevelSpec(
+                tier,
+                level.rule,
+                level.capacity_blocks,
+                level.edged,
+                shares=level.shares,
+                policy=self.make_policy(),
+            )
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
@@ -103,6 +112,7 @@ class World:
             fetch_blocks_max=knobs.fetch_blocks_max,
             threads=threads,
             shares=knobs.shares,
+            policy=self.make_policy(),
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager
@@ -368,7 +378,7 @@ class World:
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
         clean &= all(level.client.open(kind) for level in levels for kind in KINDS)
-        clean &= not any(level._removal_queue.behind for level in levels)
+        clean &= not any(level.abandoned for level in levels)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()
@@ -457,6 +467,8 @@ class World:
     def check(self) -> None:
         """Every invariant, after every step."""
         self.manager.check()
+        for request in self.requests:
+            request.fetch.check()
         self._require_rules_kept()
         self._check_slots()
         host = self.cache.stack.host

@@ -86,6 +86,27 @@ async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
             assert one._session.timeout.sock_connect is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("router.py", "--engine a,e,r --engine b,e,r", "routes requests to a, b"),
+        ("prefill_decode.py", "--prefill a --decode b", "prefills on a, decodes on b"),
+    ],
+)
+def test_an_example_says_where_it_serves_and_what(
+    name: str,
+    arguments: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = load(name)
+    monkeypatch.setattr(example.web, "run_app", lambda *_, **__: None)
+    monkeypatch.setattr("sys.argv", [name, "--port", "1", *arguments.split()])
+    example.main()
+    assert capsys.readouterr().out == f"http://127.0.0.1:1 {says}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.real
 async def test_a_prompt_that_takes_too_long_is_computed_by_the_other(

@@ -12,18 +12,21 @@ from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.ladder import client as doors
+from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
 from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading import reads
+from kvladder.tiers.ladder.loading.grow import FetchGrower
 from kvladder.tiers.ladder.loading.loader import Loader
-from kvladder.tiers.ladder.queue import QueuedWrite
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
-from kvladder.tiers.ladder.writer import Writer
+from kvladder.tiers.ladder.writing.transit import WritesInFlight, WriteState, facts_of
+from kvladder.tiers.ladder.writing.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
 
@@ -46,13 +49,14 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call, _unpin = TierClient.call, Loader.unpin
+_call, _unpin = TierClient.call, FetchGrower.unpin
 _recall, _remove_later = Level.recall, Level.remove_later
+_abandon = WritesInFlight.abandon
 
 
-def claimed(loader: Loader, keys: Any, slots: Any) -> None:
-    loader._shared.arena.share(slots)
-    _unpin(loader, keys, slots)
+def claimed(grower: FetchGrower, keys: Any, slots: Any) -> None:
+    grower._shared.arena.share(slots)
+    _unpin(grower, keys, slots)
 
 
 async def unclaimed(client: TierClient, *arguments: Any, slots: Any = (), **options: Any) -> Any:
@@ -72,13 +76,21 @@ def not_of_a_salt(level: Level, keys: Any, salt: Any = None) -> set[Any]:
     return set() if salt else _recall(level, keys, salt)
 
 
-FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+def as_if_not_removed(in_flight: WritesInFlight, keys: Any) -> None:
+    keys = [*keys]
+    _abandon(in_flight, keys)
+    for key in keys:
+        in_flight.abandoned[key].state = WriteState.ABANDONED
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "damage is not noticed": (
         FakeTier,
         "_sound",
         lambda tier, item: tier._record(item) is not None,
     ),
     "a removal does not reach loads under way": (Loader, "recall", nothing),
+    "reads keep the state in which they began": (reads, "become", nothing),
     "a removal does not reach writes under way": (Level, "recall", not_those_of),
     "thresholds are ignored": (OffloadRule, "admits", lambda *_: True),
     "what is loaded from is not pinned": (
@@ -93,7 +105,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     ),
     "a place is not given back": (PlaceAllocator, "give", nothing),
     "a fetch keeps a claim": (
-        Loader,
+        FetchGrower,
         "unpin",
         claimed,
     ),
@@ -127,13 +139,11 @@ OF_TENANTS: dict[str, tuple[type, str, Any]] = {
 }
 
 
-OF_WISHES: dict[str, tuple[type, str, Any]] = {
+OF_WISHES: dict[str, tuple[Any, str, Any]] = {
     "wishes are forgotten on the way down": (
-        QueuedWrite,
-        "facts",
-        lambda pending, _facts=QueuedWrite.facts, **k: _facts(
-            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), **k
-        ),
+        levels,
+        "facts_of",
+        lambda meta, **k: facts_of(meta._replace(terms=NO_TERMS), **k),
     ),
     "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),
     "nothing expires": (Expiry, "set", nothing),
@@ -146,6 +156,7 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
 OF_SHARED: dict[str, tuple[type, str, Any]] = {
     "what a level gives up is gone for everybody": (Level, "_let_go", Level.remove_later),
     "bytes that were of no use here are gone for everybody": (Level, "discard", Level.remove),
+    "a removal ends with the time of a write": (WritesInFlight, "abandon", as_if_not_removed),
     "a removal does not reach others": (Level, "remove_later", as_if_nobody_wished),
 }
 

@@ -17,7 +17,7 @@ from kvladder.testing.sim import SimLoop
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading import loader, plan
+from kvladder.tiers.ladder.loading import plan, reads
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.records import index
 from tests.stack.caches import COMMIT, cache_of
@@ -97,7 +97,7 @@ def test_many_at_once_are_as_one_after_the_other(
     found: list[list[Any]] = []
     for least, small in ((2, -1 if seed % 2 else keys.SMALL), (10**9, keys.SMALL)):
         monkeypatch.setattr(keys, "SMALL", small)  # below it, books are as those of large levels
-        for module in (loader, plan, eviction, index):
+        for module in (plan, reads, eviction, index):
             monkeypatch.setattr(module, "BULK_MIN", least)
         with asyncio.Runner(loop_factory=lambda: SimLoop(seed)) as runner:
             found.append(runner.run(run(kind, seed)))

@@ -23,7 +23,7 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.label import Coding, Labels, packed_step
 from kvladder.tiers.ladder.client import LevelSettings
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 def level(tier: FakeTier, *codecs: Codec) -> LevelSpec:

@@ -116,7 +116,7 @@ async def test_nothing_is_erased_while_a_write_that_was_left_behind_may_still_wr
         list(cache.manager.purge("tenant"))
         await asyncio.sleep(20)
         erased = len(tier.batches("purge"))
-        behind = len(cache.levels[0]._removal_queue.behind)
+        behind = cache.levels[0].abandoned
         writing.let_go()
         await asyncio.sleep(20)
         await cache.settle()

@@ -35,9 +35,9 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Read, Ref, Write
 from kvladder.tiers.ladder.client import LevelSettings
-from kvladder.tiers.ladder.queue import WriteQueue
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.saving import Saving
+from kvladder.tiers.ladder.writing.queue import WriteQueue
 
 BLOCKS = 32 * BATCH
 LINES_A_BLOCK = 250

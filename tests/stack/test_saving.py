@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.saving import Saving
 
 META = BlockMeta(35, 35, 0)

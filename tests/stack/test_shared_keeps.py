@@ -19,7 +19,7 @@ from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import Write
 from kvladder.tiers.ladder.client import LevelSettings
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
@@ -116,7 +116,7 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
         cache.save(mine, salt="tenant")
         cache.save(cache.keys(2), salt="another")
         await asyncio.sleep(2.0)
-        assert len(cache.levels[0]._removal_queue.behind) == 2
+        assert cache.levels[0].abandoned == 2
         if purges:
             list(cache.manager.purge("tenant"))
         else:

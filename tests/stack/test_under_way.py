@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from kvladder.testing.fakes import Fail, FakeTier, Hold
+from kvladder.keys import BlockKey, salt_digest
+from kvladder.testing.fakes import Fail, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
@@ -129,3 +130,48 @@ async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None
         assert not tier.batches("put")
         await asyncio.sleep(60.0)
         assert level.stats.stored == 4
+
+
+@pytest.mark.parametrize("salt", ["tenant", "another"])
+async def test_a_recall_of_a_salt_spares_and_names_none_of_another_salt(salt: str) -> None:
+    """Whether their writes are queued, under way or abandoned, or an abandoned removal is."""
+    late, slow = Hang(on="put", stubborn=True), Hold(on="put")
+    lost = Hang(on="remove", stubborn=True)
+    tier = FakeTier([lost], batch_max=2)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK), slots=64) as cache:
+        level = cache.levels[0]
+        pairs = [(cache.keys(n)[0], cache.keys(n + 1)[0]) for n in (1, 3, 5, 7)]
+
+        def save(pair: tuple[BlockKey, BlockKey]) -> None:
+            for key, its in zip(pair, ("tenant", "another"), strict=True):
+                cache.save([key], salt=its)
+
+        save(pairs[0])
+        await cache.settle()
+        cache.manager.remove(pairs[0])
+        await asyncio.sleep(2.0)
+        tier.script += [late, slow]
+        save(pairs[1])
+        await asyncio.sleep(2.0)
+        save(pairs[2])
+        await slow.reached()
+        save(pairs[3])
+        assert level.client.behind == 2
+        assert (level.is_writing, len(level.write_queue)) == (True, 2)
+        at = ("tenant", "another").index(salt)
+        digest = salt_digest(cache.manager.namespace, salt)
+        with cache.stack.lock:
+            found = level.recall([key for pair in pairs for key in pair], digest)
+        assert not found & {pair[1 - at] for pair in pairs}
+        assert pairs[2][at] in found, "it is being written"
+        level.check()
+        slow.let_go()
+        await cache.settle()
+        here = [[key in level.index for key in pair] for pair in pairs]
+        theirs = [at == 1, at == 0]
+        assert here == [[False, False], [False, False], theirs, theirs]
+        lost.let_go()
+        late.let_go()
+        await asyncio.sleep(10.0)
+        assert level.removals == 0
+        assert len(tier.records) == 2

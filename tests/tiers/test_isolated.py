@@ -271,6 +271,32 @@ class TestFaults(TierFixtures):
         assert "the process of UnrulyTier has ended: SIGKILL: it is started again" in said
         await tier.aclose()
 
+    async def test_one_that_breaks_the_protocol_is_killed_before_its_calls_fail(
+        self, make, context, blocks, order
+    ):
+        said: list[str] = []
+        tier = make()
+        await tier.open(replace(context, say=said.append))
+        pid = tier.gauges()["process"]
+        task = await self.begun(order, "hang", tier.put(blocks.writes(blocks.some(0))))
+        tier._process._spawned.reader.feed_data(b"\xff" * 4)
+        with pytest.raises(TierError, match="it does not keep to the protocol: a frame of"):
+            await task
+        assert not is_alive(pid)
+        order.unlink()
+        assert await again(lambda: tier.contains([])) == []
+        assert any("does not keep to the protocol" in text for text in said)
+        await tier.aclose()
+
+    async def test_a_purge_hears_of_its_own_progress(self, tier, blocks):
+        await blocks.put(tier, 0, 1)
+        first, second = list[tuple[int, int]](), list[tuple[int, int]]()
+        await asyncio.gather(
+            tier.purge(None, lambda *part: first.append(part)),
+            tier.purge(None, lambda *part: second.append(part)),
+        )
+        assert first == second == [(0, 3), (1, 3), (2, 3)]
+
     async def test_a_close_does_not_wait_for_what_hangs(self, tier, blocks, order):
         pid = tier.gauges()["process"]
         task = await self.begun(order, "block", tier.put(blocks.writes(blocks.some(0))))
@@ -281,7 +307,7 @@ class TestFaults(TierFixtures):
 
     async def test_a_close_that_is_not_answered_ends_at_its_limit(self, tier, monkeypatch):
         monkeypatch.setattr("kvladder.tiers.isolated.tier.CLOSE_S", 0.05)
-        tier._process._abandon_s = 3600.0  # which would be waited for, too
+        tier._process._pipe._late_s = 3600.0  # which would be waited for, too
         pid = tier.gauges()["process"]
         os.kill(pid, signal.SIGSTOP)
         await tier.aclose()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -283,3 +285,23 @@ def test_one_place_packs_and_one_checks() -> None:
     }
     assert [name for name, text in texts.items() if "xxh3_128" in text] == ["label.py"]
     assert {name for name, text in texts.items() if PACKING.search(text)} == {"label.py", *OTHERS}
+
+
+RISEN = """
+from kvladder.tiers import label
+before = label.VERSION
+from kvladder.tiers.{0} import VERSION as now
+import sys
+for name in [name for name in sys.modules if name.startswith("kvladder.tiers.{1}")]:
+    del sys.modules[name]
+label.VERSION = before + 1
+from kvladder.tiers.{0} import VERSION as then
+print(then - now)
+"""
+
+
+@pytest.mark.parametrize("module", ["files.directory", "nixl.messages"])
+def test_a_tier_that_compares_versions_does_not_find_blocks_of_an_older_label(module: str) -> None:
+    code = RISEN.format(module, module.partition(".")[0])
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1\n"

@@ -50,7 +50,7 @@ def test_the_command_purges_a_salt_and_then_all(server, config, capsys):
     assert main([*purge, "--salt", "nobody"]) == 0
     assert capsys.readouterr().out == "redis: 0 values removed\n"
     assert main([*purge, "--salt", "tenant"]) == 0
-    assert capsys.readouterr().out == "redis: 1 values removed\n"
+    assert capsys.readouterr().out == "redis: 1 value removed\n"
     assert server.run("DBSIZE") == 2
     assert main(purge) == 0
     assert capsys.readouterr().out == "redis: 2 values removed\n"

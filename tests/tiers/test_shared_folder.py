@@ -63,8 +63,9 @@ class TestCodedFolder(CodedTests, TierTests):
 
 
 def test_it_is_as_short_as_is_said() -> None:
-    """Lines with code on them: at most 60 of the class, 90 of the file."""
-    text = Path(example.__file__).read_text(encoding="utf-8")
+    """Lines with code on them: at most 60 of the class, 90 of the file, before it is tried."""
+    text, _, tried = Path(example.__file__).read_text(encoding="utf-8").partition("\n\ndef main(")
+    assert tried
     lines = {number for number, line in enumerate(text.splitlines(), start=1) if line.strip()}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -21,9 +21,10 @@ from kvladder.keys import (
 )
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.tiers.label import Ref
-from kvladder.tiers.ladder.queue import RemovalQueue
-from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.index import LevelIndex
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Deadlines, Terms
+from kvladder.tiers.ladder.writing.queue import RemovalQueue
 
 MILLION = 10**6
 

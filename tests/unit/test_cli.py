@@ -23,6 +23,7 @@ tiers:
   - {type: host}
   - {name: cold, type: memory, capacity: 4 GiB}
 """
+WARNED = "  - {name: far, type: memory, capacity: 4 GiB, codecs: [zstd]}\n"
 LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -59,9 +60,39 @@ def model(tmp_path):
 def test_check_prints_the_resolved_stack(stack, capsys):
     assert main(["check", str(stack)]) == 0
     out = capsys.readouterr().out
-    assert "stack of 2 levels" in out
+    assert out.startswith("OK\n\nstack of 2 levels")
     assert "level 1: cold (memory)" in out
     assert "blocks," not in out
+
+
+def test_check_begins_with_the_answer_and_shows_what_is_not_a_default(stack, capsys):
+    def settings(*more):
+        assert main(["check", str(stack), *more]) == 0
+        out = capsys.readouterr().out
+        return out, {line.split()[0] for line in out.splitlines() if re.match(r"  \w", line)}
+
+    brief, given = settings("--offline")
+    whole, known = settings("--offline", "--all")
+    assert given - {"fetch.when"} == {"arena.size", "type", "capacity", "name"}
+    assert known > given | {"arena.reserve", "timeout"}
+    assert "default" not in brief.replace("settings that are not defaults", "")
+    assert brief.startswith("OK\n\n")
+    assert whole.startswith("OK\n\n")
+    stack.write_text(STACK + WARNED + WARNED.replace("far", "farther"))
+    (answer, first, second, *_) = settings("--offline")[0].splitlines()
+    assert answer == "OK, 2 warnings"
+    assert first.startswith("  warning: tiers[2].codecs: without checksum")
+    assert second.startswith("  warning: tiers[3].codecs: without checksum")
+    stack.write_text(STACK + WARNED)
+    assert settings("--offline")[0].startswith("OK, 1 warning\n  warning: tiers[2]")
+
+
+def test_sizes_are_told_as_people_write_them(stack, capsys):
+    stack.write_text(STACK.replace("4 GiB", "60499407667"))
+    assert main(["check", str(stack), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"capacity +56\.34 GiB +file", out)
+    assert "bytes" not in out
 
 
 def test_check_with_a_model_prints_blocks_and_tokens(stack, model, capsys):
@@ -69,7 +100,8 @@ def test_check_with_a_model_prints_blocks_and_tokens(stack, model, capsys):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     block = 128 * 2 * 32 * 8 * 128 * 2
-    assert f"1 block = 128 tokens = {block} bytes in a slot of 16 MiB" in out
+    assert block == 16 << 20
+    assert "1 block = 128 tokens = 16 MiB\n" in out
     assert "64 blocks, 8192 tokens" in out
     assert "assumed" not in out
 
@@ -78,7 +110,8 @@ def test_check_says_what_it_assumes(stack, model, capsys):
     path = model({**LLAMA, "head_dim": 64})
     assert main(["check", str(stack), "--model", str(path.parent), "--dtype", "fp8"]) == 0
     out = capsys.readouterr().out
-    assert f"1 block = 16 tokens = {16 * 2 * 32 * 8 * 64} bytes" in out
+    assert 16 * 2 * 32 * 8 * 64 == 512 << 10
+    assert "1 block = 16 tokens = 512 KiB\n" in out
     assert "16 tokens per block are assumed: the engine decides" in out
 
 
@@ -125,7 +158,7 @@ def test_a_wrong_file_exits_with_2_and_says_where(stack, capsys):
 def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
     stack.write_text(STACK.replace("4 GiB", "1 MiB"))
     assert main(["check", str(stack), "--model", str(model(LLAMA))]) == 2
-    assert "tiers[1].capacity: 1 MiB are 0 blocks" in capsys.readouterr().err
+    assert "tiers[1].capacity: 1 MiB holds 0 blocks" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, ca
         assert cache.lookup(KEYS).total == 0
     for name in ("kv.dp1.sock", "kv.dp2.sock"):
         assert f"{tmp_path / name}: no answer: timed out" in said
-    assert "done all the same: kv.sock: host: 3 blocks removed" in said
+    assert "already done: kv.sock: host: 3 blocks removed" in said
 
 
 def test_caches_that_run_are_asked_whatever_killed_ones_left(config, tmp_path, capsys):
@@ -149,7 +149,7 @@ def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys, isolate)
     away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB", "isolate": isolate}
     assert main(["purge", write(tmp_path, away), "--namespace", SPACE]) == 2
     said = capsys.readouterr().err
-    assert "done all the same: files: 3 blocks removed" in said
+    assert "already done: files: 3 blocks removed" in said
     assert "kvladder: redis.url: 127.0.0.1:1" in said
 
 

@@ -214,16 +214,16 @@ def test_sizes_are_told_in_blocks_and_tokens(load):
 
 def test_the_stack_is_described(load):
     text = load(SMALL).describe(LAYOUT)
-    assert text.startswith("stack of 2 levels, hottest first\n1 block = 16 tokens = 1048576 bytes")
+    assert text.startswith("stack of 2 levels, hottest first\n1 block = 16 tokens = 1 MiB\n")
     assert "level 1: cold (memory)" in text
     (capacity,) = [line for line in text.splitlines() if "4 GiB" in line]
-    expected = "capacity 4 GiB (4294967296 bytes) 4096 blocks, 65536 tokens file"
+    expected = "capacity 4 GiB 4096 blocks, 65536 tokens file"
     assert " ".join(capacity.split()) == expected
     assert "warning" not in text
 
 
 GPU = {
-    "memory": ("64 KiB", "64 KiB (65536 bytes)"),
+    "memory": ("64 KiB", "64 KiB"),
     "fraction": (0.5, "0.5"),
     "max_tokens": (64, "64"),
     "shares": ([3, 1], "3.0, 1.0"),
@@ -267,7 +267,7 @@ def test_blocks_on_a_medium_are_checked_unless_somebody_says_no():
 @pytest.mark.parametrize(
     ("text", "path", "says"),
     [
-        (SMALL.replace("1 GiB", "1 MB"), "arena.size", "room for at least one block, 1048576"),
+        (SMALL.replace("1 GiB", "1 MB"), "arena.size", "room for at least one block, 1 MiB"),
         (SMALL.replace("4 GiB", "63 MiB"), "tiers[1].capacity", "at least 64 MiB, 64 blocks"),
         (SMALL + "block: {tokens: 32}", "block.tokens", "the engine's blocks have 16 tokens"),
     ],

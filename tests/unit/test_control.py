@@ -478,4 +478,4 @@ def test_the_command_says_what_is_left(tmp_path, path, monkeypatch, capsys):
         assert main(["purge", str(config), "--salt", "red", "--wait", "0"]) == 2
         said = capsys.readouterr().err
     assert "host: 4 blocks removed" in said
-    assert "3 removals or purges are not over" in said
+    assert "3 removals or purges still in progress" in said

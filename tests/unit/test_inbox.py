@@ -9,9 +9,9 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.queue import WriteQueue
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
+from kvladder.tiers.ladder.writing.queue import WriteQueue
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
     inbox = WriteQueue(arena, blocks_max=4)
     slots = [add(inbox, arena, name, 35) for name in "abc"]
     assert arena.free == 5
-    _, taken = inbox.take([BlockKey(b"a"), BlockKey(b"b")])
+    taken = inbox.take([BlockKey(b"a"), BlockKey(b"b")])
     assert list(taken) == [b"a", b"b"]
-    assert [*taken.values()] == slots[:2]
+    assert [one.slot for one in taken.values()] == slots[:2]
     inbox.check()
     arena.release(slots[:2])
     inbox.remove([BlockKey(b"c")])

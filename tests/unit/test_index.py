@@ -11,7 +11,8 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.tiers.label import Facts, RecoveredBlock
-from kvladder.tiers.ladder.records.index import HITS_MAX, BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.index import HITS_MAX, LevelIndex
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 def key(number: int) -> BlockKey:

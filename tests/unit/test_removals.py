@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.label import Ref
-from kvladder.tiers.ladder.queue import RemovalQueue
+from kvladder.tiers.ladder.writing.queue import RemovalQueue
 
 
 def refs(*numbers: int) -> list[Ref]:

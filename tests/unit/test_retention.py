@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.policy.retention import Retention, RetentionRange, checked_priority
-from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.index import LevelIndex
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 Range = tuple[int, int | None, int]
 

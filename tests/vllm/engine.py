@@ -60,7 +60,7 @@ class Engine:
         """The connector's scheduler half, where it is in this process."""
         whole = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
         parts = getattr(whole, "sub_connectors", [whole])
-        return next(one.scheduler for one in parts if type(one).__name__ == OURS)
+        return next(one.scheduler.running for one in parts if type(one).__name__ == OURS)
 
     def external_hits(self) -> int:
         """Tokens that came from the connector, as vLLM itself counts them."""

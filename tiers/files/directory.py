@@ -17,6 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
+from kvladder.tiers import label
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import (
     Disk,
@@ -31,7 +32,7 @@ from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.units import Size
 
 MAGIC = "kvladder files"
-VERSION = 3
+VERSION = 2 + label.VERSION  # rises with it, as old labels cannot be read then
 PREFIX_DIGITS = 16
 SEGMENTS_MAX = 512
 """Most segments: each is an open file, and a process may often have only 1024."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -74,6 +75,11 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
             raise ValueError("the path has a null character: expected a directory")
         if self.path == "~" or self.path.startswith("~/"):
             raise ValueError("~ stands for nothing here: write ${HOME}, or the whole path")
+
+    @property
+    def claims(self) -> list[tuple[str, str]]:
+        """Settings, and values of them, that no other level of a stack may have."""
+        return [("path", os.path.realpath(self.path))]
 
 
 class FilesTier(Tier):

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
-import msgspec
-
-from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
+from kvladder.children.pipe import Pipe
+from kvladder.children.spawn import Spawned
+from kvladder.errors import TierError
 from kvladder.tiers.context import Progress
-from kvladder.tiers.isolated.spawn import Spawned
-from kvladder.tiers.isolated.wire import (
-    Cancel,
-    Done,
-    Failed,
-    Message,
-    Progressed,
-    Reply,
-    Request,
-    Said,
-    Start,
-    frame,
-    replies,
-    take,
-)
+from kvladder.tiers.isolated.calls import LISTENER, TIER, TierCalls
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R")
 
 CHILD = "kvladder.tiers.isolated.child"
 START_S = 60.0
@@ -37,6 +24,9 @@ START_S = 60.0
 
 class Process:
     """A child process that serves one tier. If it dies, its calls end only after its death.
+
+    A cancelled call is cancelled in the child. If it has not ended after ``abandon_s``, the child
+    is killed, and the call ends when the child is dead.
 
     All coroutines run on one loop. The child does not outlive the thread of that loop.
 
@@ -52,6 +42,9 @@ class Process:
         Called when the child is dead.
     """
 
+    tier: TierCalls
+    """The tier in the child, after ``start``. Its calls raise TierError or ConfigError."""
+
     def __init__(
         self,
         name: str,
@@ -64,11 +57,11 @@ class Process:
         self._abandon_s = abandon_s
         self._say = say
         self._ended = ended
-        self._numbers = count(1)
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._purges = count(1)
         self._progress: dict[int, Progress] = {}
+        """Callbacks of purges, by number."""
         self._spawned: Spawned
-        self._serving: asyncio.Task[None] | None = None
+        self._pipe: Pipe | None = None
 
     async def start(self, pickled: bytes, descriptors: Sequence[int] = ()) -> None:
         """Start the child, which inherits these descriptors, and let it construct the tier.
@@ -81,12 +74,30 @@ class Process:
             The process cannot be started, takes too long, or cannot construct the tier.
         """
         try:
-            self._spawned = await Spawned.start(CHILD, descriptors)
+            self._spawned = spawned = await Spawned.start(CHILD, descriptors)
         except OSError as error:
             raise TierError(f"a process for {self._name} cannot be started: {error}") from error
         # nothing was awaited since the child began, so from here on this task always ends it
-        self._serving = asyncio.create_task(self._serve(), name=f"kvladder-{self._name}")
-        await self.call(Start(pickled=pickled), Done, limit_s=START_S)
+        late = f"a call that was given up did not end within {self._abandon_s:g} s"
+        pipe = self._pipe = Pipe(
+            spawned.reader,
+            spawned.writer,
+            f"the process of {self._name}",
+            ended=self._gone,
+            late=partial(spawned.kill, late),
+            late_s=self._abandon_s,
+        )
+        pipe.answer(LISTENER, self)
+        self.tier = pipe.stub(TIER)
+        await self.started(self.tier.make(pickled))
+
+    async def started(self, step: Awaitable[R]) -> R:
+        """Return the result of a step of the start; raise TierError if it takes too long."""
+        try:
+            async with asyncio.timeout(START_S):
+                return await step
+        except TimeoutError as error:
+            raise TierError(f"the process of {self._name} needs more than {START_S} s") from error
 
     @property
     def pid(self) -> int:
@@ -98,112 +109,38 @@ class Process:
         """Sentence that says how the child ended."""
         return f"the process of {self._name} has ended: {self._spawned.how}"
 
-    async def _serve(self) -> None:
-        """Deliver answers until the child is gone; then wait for its death and fail its calls."""
+    async def _gone(self, fault: str) -> str:
+        """Wait for the child's death; kill it first if it broke the protocol."""
+        if fault:
+            self._spawned.kill(fault)
+        await self._spawned.end()
+        self._ended(self)
+        return self.how
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        """Call ``Tier.purge`` in the child."""
+        number = next(self._purges)
+        self._progress[number] = progress
         try:
-            while True:
-                self._take(replies.decode(await take(self._spawned.reader)))
-        except (ConnectionError, OSError):
-            pass
-        except (msgspec.MsgspecError, ValueError) as error:
-            self._spawned.kill(f"it does not keep to the protocol: {error}")
+            return await self.tier.purge(salt, number)
         finally:
-            await self._spawned.end()
-            for future in self._calls.values():
-                if not future.done():
-                    future.set_exception(TierError(self.how))
-                    future.exception()  # marks it as seen: its caller may have abandoned it
-            self._calls.clear()
-            self._ended(self)
+            del self._progress[number]
 
-    def _take(self, message: Reply) -> None:
-        # the loop reports errors of these callbacks, so they end neither the child nor a call
-        soon = asyncio.get_running_loop().call_soon
-        if isinstance(message, Said):
-            soon(self._say, message.text)
-            return
-        if isinstance(message, Progressed):
-            if (progress := self._progress.get(message.number)) is not None:
-                soon(progress, message.done, message.total)
-            return
-        future = self._calls.pop(message.number, None)
-        if future is not None and not future.done():
-            future.set_result(message)
+    def said(self, text: str) -> None:
+        """See ``TierListener``."""
+        self._say(text)
 
-    async def call(
-        self,
-        message: Request,
-        wanted: type[R],
-        *,
-        limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> R:
-        """Send a request and return its answer, which is a ``wanted``.
-
-        A call that is cancelled, or has no answer after ``limit_s``, is cancelled in the child. If
-        it has not ended after ``abandon_s``, the child is killed, and the call ends when the child
-        is dead.
-
-        Raises
-        ------
-        TierError, ConfigError
-            The tier raised it. Also TierError if the child ends or takes too long.
-        """
-        if self._serving is None or self._serving.done() or self._spawned.writer.is_closing():
-            raise TierError(f"the process of {self._name} has ended")
-        number = message.number = next(self._numbers)
-        body = frame(message)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        if progress is not None:
-            self._progress[number] = progress
-        self._spawned.writer.write(body)
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await asyncio.shield(future)
-        except TimeoutError as error:
-            await self._give_up(number, future)
-            raise TierError(f"the process of {self._name} needs more than {limit_s} s") from error
-        except asyncio.CancelledError:
-            await self._give_up(number, future)
-            raise
-        finally:
-            self._progress.pop(number, None)
-        if isinstance(answer, Failed):
-            raise error_of(answer)
-        assert isinstance(answer, wanted), answer
-        return answer
-
-    async def _give_up(self, number: int, future: asyncio.Future[Reply]) -> None:
-        """End a call in the child: cancel it, and kill the child if that takes too long."""
-        if not future.done() and not self._spawned.writer.is_closing():
-            self._spawned.writer.write(frame(Cancel(number)))
-        why = f"a call that was given up did not end within {self._abandon_s:g} s"
-        killing = asyncio.get_running_loop().call_later(self._abandon_s, self._spawned.kill, why)
-        try:
-            while not future.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({future})
-        finally:
-            killing.cancel()
+    def progressed(self, number: int, done: int, total: int) -> None:
+        """See ``TierListener``."""
+        if (progress := self._progress.get(number)) is not None:
+            progress(done, total)
 
     async def aclose(self) -> None:
         """Kill the child and wait until it is dead; may be called again."""
-        if self._serving is None:
+        if self._pipe is None:
             return
         self._spawned.kill("the tier was closed")
-        while not self._serving.done():
+        joining = asyncio.ensure_future(self._pipe.join())
+        while not joining.done():
             with suppress(asyncio.CancelledError):
-                await asyncio.wait({self._serving})
-
-
-def error_of(failed: Failed) -> TierError | ConfigError:
-    """Return the error that a call raised, to raise it again."""
-    if failed.kind == "config":
-        return ConfigError(failed.message, path=failed.path, hint=failed.hint)
-    if failed.kind == "unavailable":
-        return Unavailable(failed.message, path=failed.path, hint=failed.hint)
-    if failed.kind == "cancelled":
-        return TierError("it cancelled the call")
-    kind = TierFull if failed.kind == "full" else TierError
-    return kind(failed.message, temporary=failed.temporary)
+                await asyncio.wait({joining})

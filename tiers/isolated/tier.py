@@ -10,27 +10,12 @@ from contextlib import suppress
 from math import inf
 from typing import cast
 
+from kvladder.children.spawn import start_again
 from kvladder.errors import ConfigError, TierError
 from kvladder.tiers.base import Medium, Tier
 from kvladder.tiers.context import Progress, TierContext
-from kvladder.tiers.isolated.process import START_S, Process
-from kvladder.tiers.isolated.spawn import start_again
-from kvladder.tiers.isolated.wire import (
-    UNHEARD,
-    Ask,
-    Close,
-    Done,
-    Erase,
-    Examine,
-    Get,
-    Got,
-    Open,
-    Purge,
-    Put,
-    Recover,
-    Recovered,
-    Spare,
-)
+from kvladder.tiers.isolated.calls import TierCalls
+from kvladder.tiers.isolated.process import Process
 from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write, arrived, is_verified, to_write
 
 CLOSE_S = 4.0
@@ -92,9 +77,8 @@ class IsolatedTier(Tier):
         process = self._new(warn)
         try:
             await process.start(self._pickled)
-            message = Examine(capacity_bytes=int(capacity_bytes))  # which may be a ``Size``
-            told = await process.call(message, Done, limit_s=START_S)
-            return cast("dict[str, str]", told.value)
+            size = int(capacity_bytes)  # which may be a ``Size``
+            return await process.started(process.tier.examine(size))
         finally:
             await process.aclose()
 
@@ -118,13 +102,12 @@ class IsolatedTier(Tier):
         arena = handle.fd, handle.slots, handle.slot_bytes
         try:
             await process.start(self._pickled, [handle.fd])
-            message = Open(arena=arena, pickled=pickle.dumps(told))
-            answer = await process.call(message, Done, limit_s=START_S)
+            opened = await process.started(process.tier.open(arena, pickle.dumps(told)))
         except BaseException:
             await process.aclose()
             raise
-        self.batch_max, self._described = answer.value
-        self._unheard = answer.spare[UNHEARD]
+        self.batch_max, self._described = opened.batch_max, opened.described
+        self._unheard = opened.spare
         self._ready = True
 
     def _ended(self, process: Process) -> None:
@@ -153,13 +136,18 @@ class IsolatedTier(Tier):
             raise TierError(f"the process of {self._name} is being started")
         return self._process
 
+    @property
+    def _tier(self) -> TierCalls:
+        """The tier in the child; see ``_running``."""
+        return self._running().tier
+
     # ---- the tier
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         if not reads:
             return []
         rows = [(Ref(read.key, read.place), int(read.slot)) for read in reads]
-        answer = await self._running().call(Get(verify=is_verified(reads[0]), reads=rows), Got)
+        answer = await self._tier.get(is_verified(reads[0]), rows)
         self._gauges = answer.gauges
         for read, found in zip(reads, answer.found, strict=True):
             if found is not None:
@@ -174,26 +162,22 @@ class IsolatedTier(Tier):
             (Ref(w.key, w.place), int(w.slot), w.facts, coding, w.replace)
             for w, (_, coding) in zip(writes, told, strict=True)
         ]
-        answer = await self._running().call(Put(verify=told[0][0], writes=rows), Done)
+        answer = await self._tier.put(told[0][0], rows)
         self._gauges = answer.gauges
         self._hear(answer.spare)
-        return cast("Sequence[bool]", answer.value)
+        return cast("Sequence[bool]", answer.results)
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
-        await self._running().call(Ask(call="remove", blocks=list(blocks)), Done)
+        await self._tier.remove(list(blocks))
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
-        answer = await self._running().call(Ask(call="contains", blocks=list(blocks)), Done)
-        return cast("Sequence[bool]", answer.value)
+        return cast("Sequence[bool]", await self._tier.contains(list(blocks)))
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
-        answer = await self._running().call(Purge(salt=salt), Done, progress=progress)
-        return int(answer.value)
+        return await self._running().purge(salt, progress)
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
-        answer = await self._running().call(Erase(salt=salt, start=start), Done)
-        count, following = answer.value
-        return count, following
+        return await self._tier.erase(salt, start)
 
     def spare(self, salt: bytes) -> float:
         """Return the number last reported; the child checks the current number at each put."""
@@ -209,7 +193,7 @@ class IsolatedTier(Tier):
         salts = list(self._full)
         self._full.clear()
         with suppress(TierError):
-            self._hear((await self._running().call(Spare(salts=salts), Done)).spare)
+            self._hear(await self._tier.spare(salts))
 
     def _hear(self, spare: Mapping[bytes, float]) -> None:
         for salt, blocks in spare.items():
@@ -219,10 +203,10 @@ class IsolatedTier(Tier):
             self._spare.popitem(last=False)
 
     async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
-        batch = await self._running().call(Recover(anew=True), Recovered)
-        while batch.kept is not None:
-            yield batch.kept
-            batch = await self._running().call(Recover(anew=False), Recovered)
+        batch = await self._tier.recover(anew=True)
+        while batch is not None:
+            yield batch
+            batch = await self._tier.recover(anew=False)
 
     def gauges(self) -> Mapping[str, int]:
         pid = self._process.pid if self._process is not None and self._ready else 0
@@ -239,10 +223,10 @@ class IsolatedTier(Tier):
             await asyncio.wait({self._starting})
         process = self._process
         if process is not None:
-            closing: set[asyncio.Future[Done]] = set()
+            closing: set[asyncio.Future[None]] = set()
             if self._ready:
                 self._ready = False
-                closing.add(asyncio.ensure_future(process.call(Close(), Done)))
+                closing.add(asyncio.ensure_future(process.tier.aclose()))
             try:
                 if closing:
                     await asyncio.wait(closing, timeout=CLOSE_S)

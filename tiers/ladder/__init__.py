@@ -10,7 +10,7 @@ from kvladder.keys import BlockKey
 from kvladder.lock import StackLock
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.base_level import EventBuffer
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 class Holdings(Iterable[BlockKey], Protocol):

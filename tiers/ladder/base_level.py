@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
@@ -21,7 +22,8 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
-from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex, P
+from kvladder.tiers.ladder.records.index import LevelIndex, P
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
 
 if TYPE_CHECKING:
@@ -148,6 +150,9 @@ class Shared:
     """Salts that are being purged: no level takes their blocks meanwhile."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
+    requests: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
+    """
 
     unreleased: Unreleased = field(init=False)
     """Fetches and saves that their owner lost before their release."""
@@ -182,7 +187,7 @@ class StackCallbacks(Protocol):
         """Return the level below ``level`` that should get the block when it leaves, if any."""
         ...
 
-    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+    def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:
         """Note that blocks which were offered to the level are stored, or given up."""
         ...
 
@@ -261,14 +266,23 @@ class BaseLevel(ABC, Generic[P]):
         return None
 
     def hold(
-        self, keys: Sequence[BlockKey], places: Sequence[P], meta: BlockMeta, *, pins: int = 0
+        self,
+        keys: Sequence[BlockKey],
+        places: Sequence[P],
+        meta: BlockMeta,
+        *,
+        pins: int = 0,
+        request: int = 0,
     ) -> None:
-        """Hold blocks at these places, all with one ``meta``, in that order."""
+        """Hold blocks at these places, all with one ``meta``, in that order.
+
+        ``request`` is the number of the save or fetch that brought them; 0 if none did.
+        """
         assert meta.floor >= self.rule.min_priority
         assert meta.terms.levels & self.bit
         ttl_s = self.rule.ttl_s
         expires_s = inf if ttl_s is None else self.shared.clock.now() + ttl_s
-        self.index.insert(keys, places, meta, expires_s=expires_s, pins=pins)
+        self.index.insert(keys, places, meta, expires_s=expires_s, pins=pins, request=request)
 
     def expire(self, now_s: float, count_max: int) -> None:
         """Forget at most ``count_max`` blocks that expire by their terms by ``now_s``."""
@@ -289,7 +303,8 @@ class BaseLevel(ABC, Generic[P]):
         if keys:
             if reason != "lost":  # a lost block is counted as a miss
                 setattr(self.stats, reason, getattr(self.stats, reason) + len(keys))
-            self._freed(keys, self.index.drop(keys), reason)
+            places = self.index.drop(keys, evicted=reason == "evicted")
+            self._freed(keys, places, reason)
             self.shared.events.removed(self.name, keys, reason)
 
     @abstractmethod

@@ -18,7 +18,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import HOST, Terms
 
 CLEAN_MAX = 4 * BATCH
@@ -210,7 +210,7 @@ class HostLevel(BaseLevel[Slot]):
             found += lacks
         return found
 
-    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+    def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:
         """Note that a level stored these blocks or gave them up: those that are here may go."""
         for key in keys if self._refused or not stored else ():
             refused = self._refused.pop(key, 0) & ~level.bit

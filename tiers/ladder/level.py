@@ -8,31 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice, repeat
+from itertools import compress, islice, repeat
 from math import inf
+from operator import not_
 
 from kvladder.arena import Slot
-from kvladder.events import Reason
 from kvladder.keys import BlockKey
-from kvladder.lock import BATCH, STEP
+from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.fetch_cost import Pace
-from kvladder.tiers.base import NO_PLACE, Tier
+from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
-from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
+from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
-from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
-from kvladder.tiers.ladder.queue import PurgeQueue, QueuedWrite, RemovalQueue, WriteQueue, ranks
-from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
-from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition
+from kvladder.tiers.ladder.evicting import EvictingLevel
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
+from kvladder.tiers.ladder.writing.purges import PurgeQueue
+from kvladder.tiers.ladder.writing.queue import WriteQueue
+from kvladder.tiers.ladder.writing.transit import WritesInFlight, facts_of, ranks
 
-LOST_MAX = 4096
-"""Most blocks that are remembered as lost or damaged by a shared tier."""
 
-
-class Level(BaseLevel[int]):
+class Level(EvictingLevel):
     """Keeps a tier's place in the stack: rule, index, exact capacity, queues, statistics.
 
     Every call has the stack's lock held and never waits; ``client`` makes the calls that await the
@@ -42,28 +41,13 @@ class Level(BaseLevel[int]):
     def __init__(
         self, spec: LevelDefinition, shared: Shared, above: StackCallbacks, *, bit: int
     ) -> None:
-        super().__init__(spec, shared, bit=bit, blocks_max=spec.capacity_blocks)
-        self.tier: Tier = spec.tier
+        super().__init__(spec, shared, above, bit=bit)
         self.settings = spec.settings
-        self.capacity_blocks = spec.capacity_blocks
-        self.client = TierClient(spec, shared, self.stats, on_calm=above.wake)
-        self.batch_max = min(spec.tier.batch_max, BATCH)
-        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
-        self.places = PlaceAllocator(spec.capacity_blocks)
         self.pace = Pace()
         """Measured time of reads."""
         self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
-        self._above = above
-        self._writing: dict[BlockKey, QueuedWrite] = {}
-        self._slots: dict[BlockKey, Slot] = {}  # slots of the blocks in ``_writing``
-        self._tombstones: set[BlockKey] = set()
-        self._removal_queue = RemovalQueue(spec.capacity_blocks)
-        self._lost: dict[BlockKey, None] = {}
-        """Blocks that a shared tier did not deliver or damaged. The next write replaces them there.
-        """
-        self.purges = PurgeQueue(shared=spec.tier.shared, busy=lambda: bool(self._removal_queue))
-        self.missed: set[BlockKey | bytes | None] = set()
-        """Removals while the tier was not open: keys, salts, or None for everything."""
+        self._in_flight = WritesInFlight(shared.arena)
+        self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._undone))
 
     # ---- what may be done now
 
@@ -96,7 +80,7 @@ class Level(BaseLevel[int]):
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether the block is held here, queued or being written."""
-        return key in self.index or key in self.write_queue or key in self._writing
+        return key in self.index or key in self.write_queue or key in self._in_flight.writing
 
     def offer(
         self,
@@ -114,37 +98,42 @@ class Level(BaseLevel[int]):
         holds nothing less valuable: that counts as a drop, unless blocks ``stay`` in host and are
         offered again.
         """
-        now_s = self.shared.clock.now()
+        now_s, queue = self.shared.clock.now(), self.write_queue
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
-        if (
-            self.write_queue.fits(keys)
+        is_uniform = (
+            queue.fits(keys)
             and (new or self.index.disjoint(keys))
-            and self._writing.keys().isdisjoint(keys)
-            and self._removal_queue.behind.keys().isdisjoint(keys)
+            and self._in_flight.disjoint(keys)
+            and self._removal_queue.abandoned.isdisjoint(keys)
             and all(map(self.admits, kinds))
-        ):
-            self.write_queue.add(keys, slots, metas, now_s)
-            self._above.wake()
-            return True
+        )
         taken = 0
-        for key, slot, meta in zip(keys, slots, metas, strict=True):
-            if self.holds(key) or not self.admits(meta):
-                continue
-            loser = self.write_queue.loser(meta.priority)
-            if key in self._removal_queue.behind:  # an abandoned call could undo the write
-                self._above.settled(self, [key], stored=False)
-            elif loser is not None or not self.write_queue.full:
-                self._lose("queue", [] if loser is None else [loser])
-                self.write_queue.add([key], [slot], [meta], now_s)
-                taken += 1
-            elif not stay:
-                self.stats.drop("queue", meta.priority)
+        if is_uniform:  # as mostly; one by one, 128 blocks take 15 times as long
+            queue.add(keys, slots, metas, now_s)
+            taken = len(keys)
+        else:
+            for key, slot, meta in zip(keys, slots, metas, strict=True):
+                if self.holds(key) or not self.admits(meta):
+                    continue
+                loser = queue.loser(meta.priority)
+                if self._abandoned(key):  # the call could undo the write
+                    self._above.settled(self, [key], stored=False)
+                elif loser is not None or not queue.full:
+                    self._lose("queue", [] if loser is None else [loser])
+                    queue.add([key], [slot], [meta], now_s)
+                    taken += 1
+                elif not stay:
+                    self.stats.drop("queue", meta.priority)
         self._above.wake()
         return taken == len(keys)
 
+    def _abandoned(self, key: BlockKey) -> bool:
+        """Return whether an abandoned call may still store the block, or forget it."""
+        return key in self._in_flight.abandoned or key in self._removal_queue.abandoned
+
     def coming(self) -> list[BlockKey]:
         """Return every block that is queued or being written."""
-        return [*self.write_queue, *self._writing]
+        return [*self.write_queue, *self._in_flight.writing]
 
     def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
         """Cancel writes of ``keys``, only those of ``salt`` if one is given.
@@ -153,17 +142,13 @@ class Level(BaseLevel[int]):
         the keys that may still come to be stored.
         """
         found: set[BlockKey] = set()
-        for key in keys if self.write_queue or self._writing or self._removal_queue.behind else ():
-            if salt is not None:
-                pending = self.write_queue.get(key) or self._writing.get(key)
-                if pending is None or pending.meta.terms.salt != salt:
-                    continue
-            if key in self.write_queue:
-                self._give_up([key])
-            if key in self._writing:
-                self._tombstones.add(key)
-                found.add(key)
-            if self._removal_queue.recall(key):
+        queue, in_flight, removals = self.write_queue, self._in_flight, self._removal_queue
+        for key in keys if queue or in_flight or removals.abandoned else ():
+            if (one := queue.get(key)) is not None:
+                if one.is_of(salt):
+                    self._give_up([key])
+            # the salt of a block that is being removed is not known any more
+            elif in_flight.recall(key, salt) or (salt is None and key in removals.abandoned):
                 found.add(key)
         return found
 
@@ -182,35 +167,17 @@ class Level(BaseLevel[int]):
                 break
             wanted.append(key)
         lowest = max(PRIORITY_DEFAULT, self.rule.min_priority)
-        reads, at = self.places.being_read, self.index.key_at
-        own, room = self.index.give_way(
-            salt, [lowest] * len(wanted), lambda place: reads(place) or at(place) in spare
-        )
-        del wanted[room:]
-        self.places.give(self._evict(self.index.keys_at(own)))
-        self._make_way(len(wanted) - self.places.free, lowest, spare)
-        places = self.places.take(len(wanted))
+        places = self._room_for(len(wanted), lowest, salt, spare)
         adopted, meta = wanted[: len(places)], BlockMeta(lowest, lowest, terms=Terms(salt=salt))
         self.hold(adopted[::-1], places[::-1], meta)
         self.stats.found += len(adopted)
         self.shared.events.stored(self.name, adopted)
 
-    def _make_way(self, count: int, priority: int, spare: AbstractSet[BlockKey]) -> None:
-        """Free up to ``count`` places of a shared tier at once: places are no addresses there."""
-        gone: list[BlockKey] = []
-        for place in self.index.victims():
-            if len(gone) >= count or self.index.priority(place) > priority:
-                break
-            (key,) = self.index.keys_at([place])
-            if key not in spare and not self.places.being_read(place):
-                gone.append(key)
-        self.places.give(self._evict(gone))
-
     # ---- what goes
 
     def leaving(self, key: BlockKey) -> bool:
         """Return whether the tier has still to forget the block, or may still come to store it."""
-        return key in self._removal_queue
+        return key in self._removal_queue or key in self._in_flight.abandoned
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove unusable blocks; a shared tier keeps them, as other engines may be able to use
@@ -226,54 +193,12 @@ class Level(BaseLevel[int]):
 
         A shared tier forgets them for all engines.
         """
-        if self.client.absent:
-            self.missed.update(keys)
+        self.purges.condemn(*keys)
         recalled = self.recall(keys)
         if self.tier.shared:  # others may have put it there
             foreign = [key for key in keys if key not in self.index and key not in recalled]
             self.remove_later([Ref(key, NO_PLACE) for key in foreign])
         return super().remove(keys)
-
-    def _freed(self, keys: Sequence[BlockKey], places: Sequence[int], reason: Reason) -> None:
-        blocks = [*map(Ref, keys, places)]
-        if reason == "removed":
-            self.remove_later(blocks)
-        else:
-            self._let_go(blocks)
-        if reason == "lost" and self.tier.shared:
-            self._lost.update(dict.fromkeys(keys))
-            for key in list(islice(self._lost, max(0, len(self._lost) - LOST_MAX))):
-                del self._lost[key]
-        self._above.wake()
-
-    def remove_later(self, blocks: Sequence[Ref]) -> None:
-        """Queue the removal of blocks that have left the index; it frees their places."""
-        if blocks:
-            self._removal_queue.add(blocks)
-            self._above.wake()
-
-    def _let_go(self, blocks: Sequence[Ref]) -> None:
-        """Give up blocks that left the index by no user's wish; a shared tier keeps them for
-        others.
-        """
-        if self.tier.shared:
-            self._free(blocks)
-        else:
-            self.remove_later(blocks)
-
-    def _free(self, blocks: Sequence[Ref]) -> None:
-        self.places.give([place for _, place in blocks if place != NO_PLACE])
-
-    def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Drop blocks to make room, and return their places.
-
-        Host does not write them again, or they would move up and down for ever.
-        """
-        places = self.index.drop(keys, evicted_s=self.shared.clock.now())
-        self.stats.evicted += len(keys)
-        self.shared.events.removed(self.name, keys, "evicted")
-        self._above.settled(self, keys, stored=False)
-        return places
 
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
         """Take blocks out of the write queue, which frees their slots, and count them as drops."""
@@ -282,7 +207,7 @@ class Level(BaseLevel[int]):
         self._give_up(keys)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        if keys:
+        if keys := self.write_queue.among(keys):
             self.write_queue.remove(keys)
             self._above.settled(self, keys, stored=False)
 
@@ -291,55 +216,23 @@ class Level(BaseLevel[int]):
         self._lose("breaker", list(islice(self.write_queue, STEP)))
         return bool(self.write_queue)
 
-    def condemn(self, salt: bytes | None) -> None:
-        """Note that a salt (None: all) is purged, for blocks that the tier recovers later."""
-        if self.client.absent:
-            self.missed.add(salt)
-
     def purge(self, salt: bytes | None) -> None:
         """Queue a purge of a salt, or of everything for None.
 
         A shared tier is purged before anything else is done with it, and is not asked until then.
         Blocks of the salt that are stored there meanwhile are removed again. Another tier erases
-        step by step between writes, once all removals have ended. A purge that fails stays queued.
+        step by step between writes, once all removals have ended.
         """
         self.purges.add(salt)
         if self.tier.shared:
-            writing = ((key, one.meta.terms.salt) for key, one in self._writing.items())
-            self._tombstones.update(key for key, its in writing if salt in {None, its})
-            self._removal_queue.purge(salt)
+            self._in_flight.purge(salt)
         self._above.wake()
-
-    def purged(self, blocks: int, following: int | None) -> None:
-        """End a step of the first purge: it continues at ``following``, or is over if None."""
-        self.stats.purged += blocks
-        self.purges.done(following)
 
     # ---- what its writer and its readers do, step by step
 
-    def take_removals(self) -> list[Ref]:
-        """Begin the oldest removals, one batch, if the tier may be called for them now."""
-        return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
-
-    def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
-        """End a removal: its places are free, or it is tried again later."""
-        self._removal_queue.ended(blocks)
-        if answer.results is not None:
-            self._free(blocks)
-        elif answer.quiet:
-            self.remove_later(blocks)
-        else:  # the call may still remove a block offered meanwhile
-            self._removal_queue.leave_behind(dict.fromkeys((key for key, _ in blocks), b""))
-            self._give_up(self.write_queue.among(key for key, _ in blocks))
-
-    def forgotten_late(self, blocks: Sequence[Ref]) -> None:
-        """End a removal that was an abandoned call, and queue it again."""
-        self._removal_queue.come_back({block.key for block in blocks})
-        self.remove_later(blocks)
-
     def next_batch(self) -> dict[BlockKey, bytes]:
         """Return the oldest queued blocks, one batch, with their salts."""
-        return {key: one.meta.terms.salt for key, one in self.write_queue.oldest(self.batch_max)}
+        return {one.key: one.meta.terms.salt for one in self.write_queue.oldest(self.batch_max)}
 
     def begin(self, oldest: Iterable[BlockKey], spare: Mapping[bytes, float]) -> list[int]:
         """Begin to write the blocks of a batch that are still queued, and return their priorities.
@@ -356,13 +249,8 @@ class Level(BaseLevel[int]):
             spare = {salt: min(left, rooms.get(salt, inf)) for salt, left in spare.items()}
         if min(spare.values(), default=inf) < inf:
             self._lose("quota", queue.above(queue.ranked(oldest), spare))
-        self._writing, self._slots = queue.take(queue.among(oldest))
-        return [pending.meta.priority for pending in self._writing.values()]
-
-    @property
-    def _tells(self) -> bool:
-        """True if the tier is told of evictions: a shared one only while its medium is full."""
-        return not self.tier.shared or self.places.limited
+        self._in_flight.begin(queue.take(queue.among(oldest)))
+        return [one.meta.priority for one in self._in_flight.writing.values()]
 
     def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, BlockMeta]], DropReason]:
         """Choose victims for blocks of these priorities, the highest first, in the order of
@@ -371,133 +259,86 @@ class Level(BaseLevel[int]):
         Chooses as many as are needed. No victim is being read or has a higher priority than its
         newcomer. Also returns why newcomers without a place get none.
         """
-        now_s = self.shared.clock.now()
-        self.places.retry(now_s)
-        self.index.revert(now_s)
-        if self._tells and not self.client.open("remove"):
-            return [], "breaker"
-        chosen, own = list[int](), self._own_victims()
-        newcomers = priorities[self.places.free + len(own) :]
-        reason: DropReason = "busy"
-        for place in self.index.victims():
-            if len(chosen) == len(newcomers):
-                break
-            if self.places.being_read(place) or place in own:
-                continue
-            if self.index.priority(place) > newcomers[len(chosen)]:
-                reason = "outranked"
-                break
-            chosen.append(place)
-        chosen = [*own, *chosen]
-        if not chosen:
-            return [], reason
-        refs = map(Ref, self.index.keys_at(chosen), chosen)
-        return [*zip(refs, self.index.metas(chosen), strict=True)], reason
-
-    def _own_victims(self) -> list[int]:
-        """Choose places of salts at their quota for the blocks of these salts that are being
-        written.
-        """
-        busy, blocks = self.places.being_read, self._writing.values()
-        asked = ranks(blocks).items() if self.index.has_quota else ()
-        return [at for salt, said in asked for at in self.index.give_way(salt, said, busy)[0]]
-
-    def trim(self) -> bool:
-        """Evict a step of what salts hold beyond their quota, and return whether any block went."""
-        if keys := self.index.excess(STEP, self.places.being_read):
-            self._let_go([*map(Ref, keys, self._evict(keys))])
-        return bool(keys)
-
-    def evict(self, victims: Sequence[Ref]) -> list[Ref]:
-        """Evict those victims that nothing reads, and return what the tier has to be told."""
-        there = self.index.at([one.place for one in victims])
-        held = [one for one, key in zip(victims, there, strict=True) if key == one.key]
-        gone = [one for one in held if not self.places.being_read(one.place)]
-        self._evict([one.key for one in gone])
-        if self._tells:
-            self._removal_queue.begin(gone)
-            return gone
-        self._free(gone)
-        return []
+        has_quota = self.index.has_quota
+        return self._victims(
+            priorities, ranks(self._in_flight.writing.values()) if has_quota else {}
+        )
 
     def placed(self, reason: DropReason) -> list[LevelWrite]:
         """Return the writes with their places, and drop blocks without a place for this reason."""
-        places = self.places.take(len(self._writing))
-        keys, blocks = [*self._writing], [*self._writing.values()]
+        blocks = [*self._in_flight.writing.values()]
+        places = self.places.take(len(blocks))
         for one in blocks[len(places) :]:
             self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
-        slots, lost = [*map(self._slots.__getitem__, keys)], map(self._lost.__contains__, keys)
+        keys, slots = [one.key for one in blocks], [one.slot for one in blocks]
         placed, side = list[LevelWrite](), self.client.pipeline.side
         for meta, run in runs([one.meta for one in blocks[: len(places)]]):
-            facts = blocks[run][0].facts(ttl_s=self.rule.ttl_s, clock=self.shared.clock)
+            facts = facts_of(meta, ttl_s=self.rule.ttl_s, clock=self.shared.clock)
             same = repeat(side), repeat(facts), repeat(meta.terms.kind)
+            lost = map(self._lost.__contains__, keys[run])
             placed += map(LevelWrite, keys[run], places[run], slots[run], *same, lost)
         return placed
 
     def settle(self, blocks: Sequence[LevelWrite], answer: CallOutcome) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         self.stats.stored_s += answer.took_s
-        stored = 0
+        keys, stored = [*self._in_flight.writing], 0
         if answer.full:
             self._full(blocks)
         elif answer.results is None:
             self._drop("failed", blocks)
-            salts = {block.key: block.facts.salt for block in blocks}
-            unwanted = self._tombstones & salts.keys()
-            self._tombstones -= unwanted
             # an abandoned call may still store blocks, which ``stored_late`` then removes
             if answer.quiet:
-                self._unstored(blocks, unwanted)
+                self._unstored(blocks, [self._in_flight.settle(block.key) for block in blocks])
             else:
-                self._removal_queue.leave_behind(salts, unwanted)
+                self._in_flight.abandon(block.key for block in blocks)
         else:
             stored = self._publish(blocks, answer.results)
-        self.shared.arena.release([*self._slots.values()])
-        writing, self._writing, self._slots = self._writing, {}, {}
-        gone = [k for k in writing if k not in self.index] if stored < len(writing) else []
-        there = [k for k in writing if k in self.index] if gone else [*writing]
+        removed = self._in_flight.end()
+        gone = [key for key in keys if key not in self.index] if stored < len(keys) else []
+        there = [key for key in keys if key in self.index] if gone else keys
         self._above.settled(self, there, stored=True)
         self._above.settled(self, gone, stored=False)
         if self.tier.shared:  # others may have stored a block that we did not
-            self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
-        self._tombstones.clear()
+            self.remove_later([Ref(key, NO_PLACE) for key in removed])
         self.trim()
 
     def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
         """End a write that was an abandoned call."""
-        self._unstored(blocks, self._removal_queue.come_back({block.key for block in blocks}))
+        self._unstored(blocks, [self._in_flight.come_back(block.key) for block in blocks])
         self._above.wake()
 
-    def _unstored(self, blocks: Sequence[LevelWrite], unwanted: AbstractSet[BlockKey]) -> None:
+    def _unstored(self, blocks: Sequence[LevelWrite], removed: Sequence[bool]) -> None:
         """Clean up after a write that failed or ended late: some of its blocks may be stored.
 
-        A private tier has to forget them all. A shared one forgets only ``unwanted`` blocks, which
-        a user removed or purged meanwhile; the others are as good as any.
+        A private tier has to forget them all. A shared one forgets only those that a user removed
+        or purged meanwhile; the others are as good as any.
         """
-        self.remove_later([Ref(one.key, one.place) for one in blocks if one.key in unwanted])
-        self._let_go([Ref(one.key, one.place) for one in blocks if one.key not in unwanted])
+        refs = [Ref(block.key, block.place) for block in blocks]
+        self.remove_later([*compress(refs, removed)])
+        self._let_go([*compress(refs, map(not_, removed))])
 
     def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> int:
         stored: list[BlockKey] = []
-        metas = [one.meta for one in islice(self._writing.values(), len(blocks))]
-        if all(results) and alike(metas) and metas[0].terms == NO_TERMS and not self._tombstones:
+        in_flight = self._in_flight
+        metas = [one.meta for one in islice(in_flight.writing.values(), len(blocks))]
+        is_uniform = all(results) and alike(metas) and metas[0].terms == NO_TERMS
+        if is_uniform and not in_flight.tombstones:  # as mostly, and in far less time
             stored = [block.key for block in reversed(blocks)]
             self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
-            blocks, results, metas = (), (), []
-        # one by one, the tail first, where they could not be published at once
-        for block, kept, meta in zip(blocks[::-1], results[::-1], metas[::-1], strict=True):
-            ref = Ref(block.key, block.place)
-            if not kept:
-                self._free([ref])
-                self._drop("refused", [block])
-            elif ref.key in self._tombstones:
-                self._tombstones.remove(ref.key)
-                self.remove_later([ref])
-            elif not meta.terms.last(self.shared.clock):
-                self._let_go([ref])
-            else:
-                self.hold([ref.key], [ref.place], meta)
-                stored.append(ref.key)
+        else:  # the tail first
+            for block, kept, meta in zip(blocks[::-1], results[::-1], metas[::-1], strict=True):
+                ref = Ref(block.key, block.place)
+                if not kept:
+                    self._free([ref])
+                    self._drop("refused", [block])
+                elif in_flight.settle(ref.key):  # a user removed it meanwhile
+                    self.remove_later([ref])
+                elif not meta.terms.last(self.shared.clock):
+                    self._let_go([ref])
+                else:
+                    self.hold([ref.key], [ref.place], meta)
+                    stored.append(ref.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
         self.stats.stored += len(stored)
@@ -506,7 +347,7 @@ class Level(BaseLevel[int]):
 
     def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
         for block in blocks:
-            self.stats.drop(reason, self._writing[block.key].meta.priority)
+            self.stats.drop(reason, self._in_flight.writing[block.key].meta.priority)
 
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """Note that the medium is full: work within the places in use, and try for more later."""
@@ -539,15 +380,10 @@ class Level(BaseLevel[int]):
         stats.loaded += sum(map(bool, results))
         return [*map(bool, results)]
 
-    def unrecovered(self, keys: Sequence[BlockKey]) -> None:
-        """Forget recovered blocks that the tier will recover again."""
-        self.index.drop(keys)
-        self._removal_queue = RemovalQueue(self.capacity_blocks)
-
     def opened(self) -> None:
         """Let the level take part: its tier is open, at start or later."""
         self.client.opened()
-        self.missed.clear()
+        self.purges.missed.clear()
         self._above.wake()
 
     # ---- what is there
@@ -567,32 +403,39 @@ class Level(BaseLevel[int]):
     @property
     def is_writing(self) -> bool:
         """True if a write is under way."""
-        return bool(self._writing)
+        return bool(self._in_flight.writing)
 
     @property
     def queued(self) -> int:
         """Number of blocks queued or being written."""
-        return len(self.write_queue) + len(self._writing)
+        return len(self.write_queue) + len(self._in_flight.writing)
 
     @property
     def queue_age_s(self) -> float:
         """Seconds that the oldest of them has waited; 0 without any."""
-        oldest = [one for _, one in self.write_queue.oldest(1)]
-        since_s = [one.since_s for one in (*self._writing.values(), *oldest)]
+        blocks = *self._in_flight.writing.values(), *self.write_queue.oldest(1)
+        since_s = [one.since_s for one in blocks]
         return self.shared.clock.now() - min(since_s) if since_s else 0.0
 
     @property
     def removals(self) -> int:
         """Number of blocks that the tier still has to forget, and of purges that are not over."""
-        return len(self._removal_queue) + len(self._tombstones) + len(self.purges)
+        return self._undone + self._in_flight.tombstones + len(self.purges)
+
+    @property
+    def _undone(self) -> int:
+        return self._removal_queue.removing + self.abandoned
+
+    @property
+    def abandoned(self) -> int:
+        """Number of blocks that abandoned calls may still store or remove."""
+        return len(self._in_flight.abandoned) + len(self._removal_queue.abandoned)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""
         self.index.check(self.capacity_blocks)
         self.write_queue.check()
+        self._in_flight.check({key: self.write_queue[key] for key in self.write_queue})
         self.places.check()
-        assert self._tombstones <= self._writing.keys()
         self._removal_queue.check()
-        assert self._slots.keys() == self._writing.keys()
-        assert all(map(self.shared.arena.claims, self._slots.values()))
         assert len(self.index) <= self.places.taken <= self.capacity_blocks

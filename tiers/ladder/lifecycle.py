@@ -18,7 +18,7 @@ from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import contained
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.writer import Writer
+from kvladder.tiers.ladder.writing.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
 """Time that the start of a cache waits for a tier; then the cache works without the level."""
@@ -178,7 +178,7 @@ class LevelLifecycle:
         if level.rule.ttl_s is not None:  # or else a clock that ran ahead would keep them for ever
             blocks = [*map(_until(wall_s + level.rule.ttl_s), blocks)]
         with level.shared.lock:
-            missed = level.missed
+            missed = level.purges.missed
             kept = [
                 block
                 for block in blocks

@@ -15,7 +15,8 @@ from kvladder.tiers.ladder.base_level import EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.index import LevelIndex
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
 
 

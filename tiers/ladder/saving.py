@@ -11,8 +11,9 @@ from kvladder.keys import BlockKey, Book, by_key
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
+from kvladder.units import counted
 
 
 class _ReservationBatch:
@@ -167,6 +168,10 @@ class Save:
         self.floor = floor
         """Lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
         self._open = True
+
+    def __repr__(self) -> str:
+        state = "to be committed" if self._open else "ended"
+        return f"<Save: {counted(len(self.slots), 'block')}, {state}>"
 
     def commit(self) -> None:
         """Make the blocks hits: all bytes are in the slots. Idempotent."""

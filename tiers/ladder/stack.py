@@ -15,7 +15,7 @@ from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
 from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.schema import within
-from kvladder.tiers.ladder.base_level import Expiry, Shared
+from kvladder.tiers.ladder.base_level import BaseLevel, Expiry, Shared
 from kvladder.tiers.ladder.client import LevelDefinition, Threads
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings
@@ -23,7 +23,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.queries import StackQueries
-from kvladder.tiers.ladder.records.index import BlockMeta, alike
+from kvladder.tiers.ladder.records.meta import BlockMeta, alike
 from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST, NO_TERMS
 from kvladder.tiers.ladder.saving import Saving
 
@@ -82,6 +82,9 @@ class TierStack(StackQueries):
         )
         self._expiry = Expiry(self._all_levels, shared)
 
+    def __repr__(self) -> str:
+        return f"<TierStack: {', '.join(level.name for level in self._all_levels)}>"
+
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Open the levels one after the other; if one refuses, close those that are open.
 
@@ -113,7 +116,7 @@ class TierStack(StackQueries):
                 return None if lower.holds(key) else lower
         return None
 
-    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+    def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:
         """Note that the level stored these blocks or gave them up: host may evict its own."""
         if keys:
             self.host.settled(level, keys, stored=stored)
@@ -249,25 +252,14 @@ class TierStack(StackQueries):
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
         parts: list[Sequence[BlockKey]] = []
-        end = len(keys)
+        end, request = len(keys), next(self.shared.requests)
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
-                start, part, places = 0, keys, slots
-                if len(keys) > STEP:
-                    start = max(0, end - self._saving.together(keys[end - 1], STEP))
-                    part, places = keys[start:end], slots[start:end]
-                if self._publish_bulk(part, places):
-                    stored = part
-                else:
-                    if len(part) > STEP:
-                        start += len(part) - STEP
-                        part, places = part[-STEP:], places[-STEP:]
-                    stored = self._publish_each(part, places)
+                stored, end = self._publish(keys, slots, end, request)
                 self.host.stats.stored += len(stored)
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
             parts.append(stored)
-            end = start
         for stored in reversed(parts) if self.host.writes_through else ():
             with self.lock:
                 if self.host.write_through(stored):
@@ -277,40 +269,44 @@ class TierStack(StackQueries):
         if self._closed:
             raise ClosedError("the cache is closed")
 
-    def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> bool:
-        """Hold all of these in host, tail first, if none of them changed since ``reserve``.
+    def _publish(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], end: int, request: int
+    ) -> tuple[Sequence[BlockKey], int]:
+        """Publish a step of blocks that ends before position ``end``.
 
-        Otherwise changes nothing and returns False.
+        Returns its blocks that are in host now, and the position where it begins.
         """
-        metas = self._saving.metas(keys, slots)
-        if (
-            metas is None
-            or not alike(metas)
-            or not self.host.admits(metas[0])
-            or not self.host.index.disjoint(keys)
-            or self._any_coming(keys)
-        ):
-            return False
-        self._saving.done(keys)
-        self.host.hold(keys[::-1], slots[::-1], metas[0])
-        return True
-
-    def _publish_each(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[BlockKey]:
-        """Publish blocks one by one, tail first, and return those that are in host now."""
+        start = 0
+        if len(keys) > STEP:
+            start = max(0, end - self._saving.together(keys[end - 1], STEP))
+            keys, slots = keys[start:end], slots[start:end]
+        host, arrivals = self.host, self.loader.arrivals
+        # none if one of them changed since ``reserve``
+        metas = self._saving.metas(keys, slots) or list[BlockMeta]()
+        is_uniform = (
+            alike(metas)
+            and host.admits(metas[0])
+            and host.index.disjoint(keys)
+            and not self._any_coming(keys)
+        )
+        if is_uniform:  # as mostly; one by one, 2048 blocks take eight times as long
+            self._saving.done(keys)
+            host.hold(keys[::-1], slots[::-1], metas[0], request=request)
+            return keys, start
+        start += max(0, len(keys) - STEP)
         stored: list[BlockKey] = []
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+        for key, slot in zip(keys[: -STEP - 1 : -1], slots[: -STEP - 1 : -1], strict=True):
             meta = self._saving.pop(key, slot)
-            if meta is None or key in self.loader.arrivals or key in self.host.index:
+            if meta is None or key in arrivals or key in host.index:
                 # it was removed or saved anew meanwhile, or is being read from a level below
                 self.shared.arena.release([slot])
-            elif self.host.admits(meta):
-                self.host.hold([key], [slot], meta)
+            elif host.admits(meta):
+                host.hold([key], [slot], meta, request=request)
                 stored.append(key)
             else:
                 self._send_down(key, slot, meta)
                 self.shared.arena.release([slot])
-        stored.reverse()
-        return stored
+        return stored[::-1], start
 
     def _send_down(self, key: BlockKey, slot: Slot, meta: BlockMeta) -> None:
         """Offer a block that host does not hold to the level that should get it, if any."""
@@ -429,7 +425,7 @@ class TierStack(StackQueries):
         with self.lock:
             self.shared.purging[refused] += 1
             for lower in levels:
-                lower.condemn(salt)
+                lower.purges.condemn(salt)
                 if lower.tier.shared:
                     lower.purge(salt)
         try:

@@ -15,10 +15,12 @@ import msgspec
 
 from kvladder.keys import KEY_BYTES, SALT_BYTES
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.tiers import label
 from kvladder.tiers.label import LABEL_BYTES, Facts
 from kvladder.tiers.nixl.plane import Area
 
-VERSION = 1
+VERSION = label.VERSION
+"""Version of the protocol. Labels are sent as they are, so it rises with theirs."""
 FRAME_BYTES_MAX = 1 << 20
 BATCH_MAX = 64
 """Most blocks of a get or a put."""

@@ -59,6 +59,8 @@ def require_url(url: str) -> None:
     """Raise ConfigError unless ``url`` is a valid URL of a Redis; the message does not quote it."""
     try:
         _connect(url).connection_pool.make_connection()
+    except ConfigError:
+        raise
     except (ValueError, TypeError):  # their texts may quote a password
         raise ConfigError("not a URL of a Redis", path="roster", hint=URL_HINT) from None
 
@@ -72,9 +74,13 @@ def run_of(arena: Arena) -> str:
 
 def _connect(url: str) -> Any:
     """Return a Redis client that makes no retries."""
-    from redis.asyncio import Redis
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
+    try:
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+    except ModuleNotFoundError as error:
+        hint = "install kvladder[redis]"
+        raise ConfigError(f"needs redis: {error}", path="roster", hint=hint) from error
 
     once = Retry(NoBackoff(), 0)
     client = cast("Any", Redis)  # redis-py's types leave half of it open

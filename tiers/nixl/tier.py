@@ -21,16 +21,12 @@ from kvladder.schema import Address, Settings, masked
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
+from kvladder.tiers.nixl.control import Dialled
+from kvladder.tiers.nixl.curve import read_keys
+from kvladder.tiers.nixl.line import Client, Line, greet
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
 from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load
 from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, Roster, listed, require_url, run_of
-
-try:
-    from kvladder.tiers.nixl.control import Dialled
-    from kvladder.tiers.nixl.curve import read_keys
-    from kvladder.tiers.nixl.line import Client, Line, greet
-except ModuleNotFoundError as missing:
-    raise ImportError(f"{missing}: install kvladder[nixl]") from missing
 
 T = TypeVar("T")
 

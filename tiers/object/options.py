@@ -60,9 +60,9 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
             raise ConfigError("have no effect on a folder", path="options", hint="leave them out")
 
     @property
-    def places(self) -> list[str]:
-        """Names that no other level may use: the URL."""
-        return [self.url.rstrip("/")]
+    def claims(self) -> list[tuple[str, str]]:
+        """Settings, and values of them, that no other level of a stack may have: the URL."""
+        return [("url", self.url.rstrip("/"))]
 
     def split(self) -> tuple[Mapping[str, Value], Mapping[str, Value]]:
         """Return the options for the store, and those for its connections."""

@@ -10,6 +10,13 @@ from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
 
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.keys import BlockKey
@@ -18,17 +25,6 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Buffer, LabelFields, Read, Ref, Write, told
 from kvladder.tiers.object.options import ObjectOptions
-
-try:
-    from obstore.exceptions import (
-        AlreadyExistsError,
-        BaseError,
-        PermissionDeniedError,
-        UnauthenticatedError,
-    )
-    from obstore.store import from_url
-except ImportError as missing:
-    raise ImportError(f"{missing}: install kvladder[object]") from missing
 
 Item = TypeVar("Item")
 T = TypeVar("T")

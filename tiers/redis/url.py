@@ -190,10 +190,12 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
         )
 
     @property
-    def places(self) -> list[str]:
-        """Names that no other level may use: each server with its database, without its user."""
+    def claims(self) -> list[tuple[str, str]]:
+        """Settings, and values of them, that no other level of a stack may have: each server with
+        its database, without its user.
+        """
         url, of = self.parsed, f"{self.sentinel} at " if self.sentinel else ""
-        return [f"{of}{address}/{url.db}" for address in url.addresses]
+        return [("url", f"{of}{address}/{url.db}") for address in url.addresses]
 
     def ttl_s(self, priority: int) -> float | None:
         """Return how long the server keeps a block of this priority; None means no limit."""

@@ -98,6 +98,25 @@ def kinds_of(groups: VllmGroups, kv_cache_config: Any) -> list[Kind]:
     ]
 
 
+class NoKVEvents:
+    """Stands for ``KVEvents`` where vLLM publishes none."""
+
+    pending = False
+
+    def watch(self, queue: Iterable[Any]) -> None:
+        """Do nothing."""
+
+    def rename(self, mark: int) -> None:
+        """Do nothing."""
+
+    def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
+        """Do nothing."""
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return no event."""
+        return []
+
+
 class KVEvents:
     """Turns a cache's events into vLLM's.
 

@@ -1,74 +1,22 @@
-"""One request's load from the stack, and the blocks on their way to host slots."""
+"""One request's load from the stack."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.fetch_cost import AvoidedCompute, Patience
-from kvladder.tiers.label import LevelRead, SlotAccess
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.records.index import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE
-
-if TYPE_CHECKING:
-    from kvladder.tiers.ladder.level import Level
-
-
-class PendingRead(LevelRead):
-    """A block on its way from a colder level into a slot; at most one per key (single flight).
-
-    It is the read that the level is given, with the claim on its slot: one object for each block.
-    """
-
-    dead = False
-    """True if the key was removed meanwhile: the bytes that arrive are thrown away."""
-    others: list[tuple[Fetch, int]] | None = None
-    """Fetches that wait for it beside ``fetch``, with positions."""
-
-    def __init__(
-        self,
-        side: SlotAccess,
-        key: BlockKey,
-        place: int,
-        slot: Slot,
-        meta: BlockMeta,
-        level: Level,
-        fetch: Fetch | None,
-        position: int,
-    ) -> None:
-        super().__init__(side, key, place, slot)
-        self.meta = meta
-        self.level = level
-        self.fetch = fetch
-        """First fetch that waits for it; ``position`` is the block's place in its prefix."""
-        self.position = position
-
-    @property
-    def waiters(self) -> list[tuple[Fetch, int]]:
-        """Fetches that wait for it, and the block's position in the prefix of each."""
-        first = [] if self.fetch is None else [(self.fetch, self.position)]
-        return first + (self.others or [])
-
-    def join(self, fetch: Fetch, position: int) -> None:
-        """Add a fetch that waits for it."""
-        if self.fetch is None:
-            self.fetch, self.position = fetch, position
-        elif self.others is None:
-            self.others = [(fetch, position)]
-        else:
-            self.others.append((fetch, position))
-
-    def recall(self) -> None:
-        """Note that the key was removed."""
-        self.dead = True
+from kvladder.units import counted
 
 
 class Pins(Protocol):
@@ -87,6 +35,23 @@ class Pins(Protocol):
         ...
 
 
+class FetchState(Enum):
+    """How far a fetch has come; the README of the ladder says which call leads to which state."""
+
+    ASKING = "asking"
+    """The rest of the prefix is looked for. Blocks before it may be on their way."""
+    PENDING = "pending"
+    """The prefix is known. Blocks of it may be on their way."""
+    ANSWERED = "answered"
+    """The answer is final, and its blocks are pinned."""
+    RELEASED = "released"
+    """The answer is final, and no block is pinned for it any more."""
+
+
+_ASKING, _PENDING = FetchState.ASKING, FetchState.PENDING
+_ANSWERED, _RELEASED = FetchState.ANSWERED, FetchState.RELEASED
+
+
 class Fetch:
     """The longest prefix of some keys that the stack could serve, pinned in host slots.
 
@@ -95,7 +60,7 @@ class Fetch:
     the slots are reused: keep it as long as a copy reads them.
     """
 
-    _released = True
+    _number = 0
 
     def __init__(
         self,
@@ -128,12 +93,20 @@ class Fetch:
         self._slots: list[Slot] = []
         self._sources: list[str] = []
         self._here = 0  # leading blocks that have arrived
+        # The blocks on their way. They may be there while ASKING as well as while PENDING, and one
+        # that arrives ends neither: so they are no states.
         self._waiting: set[int] = set()
         self._ends = sys.maxsize  # from there on nothing is waited for
-        self._asking = False
-        self._answered = False
-        self._released = False
+        self._state = _PENDING
+        # Wakes a thread in ``wait``. It may have begun to wait in any state but the final ones, and
+        # the event stays when they come: so it is no state.
         self._settled: threading.Event | None = None
+
+    def __repr__(self) -> str:  # changes nothing, unlike ``done``
+        here = len(self._slots) - len(self._waiting)
+        is_final = self._state in (_ANSWERED, _RELEASED)
+        state = self._state.value if is_final else f"{len(self._waiting)} in flight"
+        return f"<Fetch: {here} of {counted(len(self.keys), 'block')}, {state}>"
 
     # ---- for the stack, with the lock held
 
@@ -143,6 +116,11 @@ class Fetch:
         self._waiting.update([at for at, slot in enumerate(slots, first) if slot == NO_SLOT])
         self._slots += slots
         self._sources += sources
+
+    def number(self, numbers: Iterator[int]) -> int:
+        """Return the number of this fetch: the next of ``numbers`` when it is first asked for."""
+        self._number = self._number or next(numbers)
+        return self._number
 
     def fill(self, slots: Sequence[Slot], source: str) -> None:
         """Append blocks of the prefix that are all there, in this level."""
@@ -165,12 +143,16 @@ class Fetch:
         if index in self._waiting:
             self._waiting.difference_update(range(index, min(self._ends, len(self._slots))))
             self._ends = index
-            self._asking = False
+            self._state = _PENDING  # a final one waits for nothing
             self._notify()
 
     def ask(self, *, asking: bool) -> None:
-        """Set whether the rest of the prefix is still looked for, here or in shared tiers."""
-        self._asking = asking
+        """Set whether the rest of the prefix is still looked for, here or in shared tiers.
+
+        A final answer stays final.
+        """
+        if self._state is _PENDING or self._state is _ASKING:
+            self._state = _ASKING if asking else _PENDING
         self._notify()
 
     def be_patient(self, patience: Patience) -> None:
@@ -185,7 +167,7 @@ class Fetch:
     @property
     def asking(self) -> bool:
         """True while the rest of the prefix is looked for and would still be used."""
-        return self._asking and not self._answered
+        return self._state is _ASKING
 
     def waits_for(self, indices: Sequence[int]) -> bool:
         """Return whether all blocks at ``indices`` would still be used."""
@@ -203,7 +185,7 @@ class Fetch:
         return min(self._deadline_s, self.patience.end_s(self._here))
 
     def _notify(self) -> None:
-        if not (self._waiting or self._asking) and self._settled is not None:
+        if self._settled is not None and not (self._waiting or self._state is _ASKING):
             self._settled.set()
 
     # ---- for the engine
@@ -211,9 +193,10 @@ class Fetch:
     @property
     def done(self) -> bool:
         """True if the answer is final: nothing is on its way, or it has taken long enough."""
-        if self._answered:
+        state = self._state
+        if state is _ANSWERED or state is _RELEASED:
             return True
-        if (self._waiting or self._asking) and self._clock.now() < self._end_s:
+        if (self._waiting or state is _ASKING) and self._clock.now() < self._end_s:
             return False
         if late := [*self._waiting]:
             self._stack.late([self._sources[index] for index in late])
@@ -222,13 +205,12 @@ class Fetch:
 
     def _answer(self) -> None:
         """Keep the leading blocks that are here, and give the rest back."""
-        if self._answered:
+        if self._state is _ANSWERED or self._state is _RELEASED:
             return
         with self._lock:
-            if self._answered:
+            if self._state is _ANSWERED or self._state is _RELEASED:
                 return
-            self._answered = True
-            self._asking = False
+            self._state = _ANSWERED
             self._waiting.clear()
             here = len(self._slots)
             if NO_SLOT in self._slots:
@@ -243,7 +225,7 @@ class Fetch:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
         with self._lock:
-            if (self._waiting or self._asking) and not self._answered:
+            if self._waiting or self._state is _ASKING:
                 self._settled = threading.Event()
         if self._settled is None:
             return self.done
@@ -262,23 +244,23 @@ class Fetch:
     @property
     def blocks(self) -> int:
         """Number of leading blocks in ``slots``; 0 until ``done``."""
-        return len(self._slots) if self._answered else 0
+        return len(self._slots) if self._is_final else 0
 
     @property
     def slots(self) -> list[Slot]:
         """Slots of those blocks, pinned until ``release``."""
-        return list(self._slots) if self._answered else []
+        return list(self._slots) if self._is_final else []
 
     @property
     def sources(self) -> list[str]:
         """Level that each of those blocks came from."""
-        return list(self._sources) if self._answered else []
+        return list(self._sources) if self._is_final else []
 
     def release(self) -> None:
         """Unpin the blocks, which stay cached. May be called again."""
         self._answer()
         with self._lock:
-            is_first, self._released = not self._released, True
+            is_first, self._state = self._state is _ANSWERED, _RELEASED
         if is_first:
             self._stack.unpin(*self._pinned())
 
@@ -287,13 +269,28 @@ class Fetch:
         return self.keys[: len(self._slots)], self._slots
 
     def __del__(self) -> None:
-        if not self._released and any(slot != NO_SLOT for slot in self._slots):
+        # There is no state if the constructor failed. A default on the class would slow down each
+        # reading of the attribute.
+        state = getattr(self, "_state", _RELEASED)
+        if state is not _RELEASED and any(slot != NO_SLOT for slot in self._slots):
             self._unreleased.add("fetch", self.release)
 
     def forget(self) -> None:
         """Release, and have every level forget the blocks, as their bytes could not be used."""
         self.release()
         self._stack.discard(self._pinned()[0])
+
+    @property
+    def _is_final(self) -> bool:
+        return self._state is _ANSWERED or self._state is _RELEASED
+
+    def check(self) -> None:
+        """Assert that the blocks are those of the state; for tests."""
+        assert len(self._slots) == len(self._sources) <= len(self.keys)
+        assert all(self._slots[index] == NO_SLOT for index in self._waiting)
+        assert not (self._waiting and self._is_final), self._state
+        if self._is_final and type(self) is Fetch:
+            assert NO_SLOT not in self._slots, "the answer has a hole"
 
 
 class PrefetchSet:
@@ -342,9 +339,9 @@ class SetFetch(Fetch):
 
     def _answer(self) -> None:
         with self._lock:
-            self._answered = True
-            self._asking = False
-            self._waiting.clear()
+            if not self._is_final:
+                self._state = _ANSWERED
+                self._waiting.clear()
 
     @property
     def found(self) -> dict[BlockKey, Slot]:

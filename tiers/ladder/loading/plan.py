@@ -23,8 +23,11 @@ from kvladder.policy.fetch_cost import (
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch, PendingRead
+from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.pending import PendingRead, ReadState
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
+
+RECALLED = ReadState.RECALLED
 
 Asking = Literal["wait", "aside", "try", "leave"]
 """Ask shared tiers and wait, ask without waiting, begin a trial read, or leave them alone."""
@@ -185,6 +188,20 @@ class Planner:
 
     # ---- where blocks are
 
+    def known(self, key: BlockKey) -> bool:
+        """Return whether the block is held or on its way, as far as is known without asking."""
+        return (
+            self._host.find(key) is not None
+            or key in self._arrivals
+            or any(level.find(key) is not None for level in self._levels if level.readable)
+        )
+
+    def fetchable(self, keys: Sequence[BlockKey], mask: int) -> Sequence[BlockKey]:
+        """Return those of ``keys``, a set, that a fetch from these levels would serve now."""
+        if len(keys) > 1 and self._host.index.lasting(keys) is not None:
+            return keys
+        return [key for key in keys if self.plan([key], mask).slots]
+
     def plan(
         self, keys: Sequence[BlockKey], mask: int, first: int = 0, places: Sequence[int] = ()
     ) -> Plan:
@@ -210,7 +227,7 @@ class Planner:
                         break
                     missing.add(index, key, *found)
                     parts.append((index, 1, found[0].pace))
-                elif arrival.dead or not arrival.level.bit & mask:
+                elif arrival.state is RECALLED or not arrival.level.bit & mask:
                     break
                 else:
                     parts.append((index, 0, arrival.level.pace))

@@ -12,7 +12,6 @@ from kvladder.policy.fetch_cost import Pace
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.plan import among
 
 ABSENT_MAX = 4096
@@ -45,8 +44,8 @@ class Prober:
     ----------
     known:
         Returns whether a block is in some level, or on its way, without asking.
-    grow:
-        Extends a fetch with what is known.
+    pace:
+        Measured time of answers, with the stack's lock held.
     """
 
     def __init__(
@@ -54,16 +53,14 @@ class Prober:
         levels: Sequence[Level],
         shared: Shared,
         known: Callable[[BlockKey], bool],
-        grow: Callable[[Fetch], None],
+        pace: Pace,
     ) -> None:
         self._levels = [level for level in levels if level.tier.shared]
         self._shared = shared
         self._known = known
-        self._grow = grow
         self._absent: dict[BlockKey, float] = {}
         self._questions: dict[BlockKey, Question] = {}
-        self.pace = Pace()
-        """Measured time of answers, with the stack's lock held."""
+        self.pace = pace
 
     def may_know(self, key: BlockKey, mask: int) -> bool:
         """Return whether one of these levels may have ``key`` and the rest, if it is asked now."""
@@ -80,18 +77,6 @@ class Prober:
         """Discard the answers to earlier questions: everything was removed."""
         for question in self._questions.values():
             question.void()
-
-    async def follow(self, fetch: Fetch) -> None:
-        """Ask, and extend ``fetch``, as long as that brings it further."""
-        asked = -1
-        try:
-            while fetch.asking and asked < len(fetch.planned):
-                asked = len(fetch.planned)
-                await self.ask(fetch.keys[asked:], fetch.salt)
-                self._grow(fetch)
-        finally:
-            with self._shared.lock:
-                fetch.ask(asking=False)
 
     async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
         """Ask how a prefix of a salt continues with ``keys``. The first one is not known.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvladder.keys import BlockKey, unseen
@@ -11,21 +11,29 @@ from kvladder.lock import BATCH
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch, PendingRead
+from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.pending import ReadState
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, Planner, among, source
+from kvladder.tiers.ladder.loading.reads import BlockReader
 from kvladder.tiers.ladder.records.terms import HOST
 
 
 class RoomWaitQueue:
     """Queues blocks that wait for room, first in, first out, in columns: no object for each.
 
-    Called on the loop thread or by the engine's. The stack's lock is held around every call but
-    ``prune``, which takes it.
+    The stack's lock is held around ``add``, ``is_last`` and ``len``, from any thread. ``resume``
+    and ``close`` run on the loop thread without it.
 
     Parameters
     ----------
-    arrivals:
-        Pending reads by key, for any fetch; read here, never changed.
+    planner:
+        Knows where blocks are by the time that there is room.
+    reader:
+        Leases slots and begins reads. Its ``arrivals`` are looked at here, never changed.
+    post:
+        Schedules a function on the loop thread.
+    wake:
+        Has the loop thread look for victims of host, and ``resume``.
     """
 
     def __init__(
@@ -33,14 +41,20 @@ class RoomWaitQueue:
         host: HostLevel,
         levels: Sequence[Level],
         shared: Shared,
-        arrivals: Mapping[BlockKey, PendingRead],
         planner: Planner,
+        reader: BlockReader,
+        *,
+        post: Callable[..., object],
+        wake: Callable[[], None],
     ) -> None:
         self._host = host
         self._levels = levels
         self._shared = shared
-        self._arrivals = arrivals
         self._planner = planner
+        self._reader = reader
+        self._arrivals = reader.arrivals
+        self._post = post
+        self._wake = wake
         self._fetches: deque[Fetch] = deque()
         self._positions: deque[int] = unseen(deque())
         self._keys: deque[BlockKey] = unseen(deque())
@@ -49,11 +63,10 @@ class RoomWaitQueue:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, fetch: Fetch, start: int, missing: MissingBlocks) -> dict[int, Level]:
-        """Queue blocks of ``fetch``; their positions in it count from ``start``.
+    def add(self, fetch: Fetch, start: int, missing: MissingBlocks) -> int:
+        """Queue blocks of ``fetch``, and return how many; their positions count from ``start``.
 
-        Bounded by the slots of the arena: blocks beyond could never be there together. Returns the
-        level of each block that was queued, by its position.
+        Bounded by the slots of the arena: blocks beyond could never be there together.
         """
         bound = max(0, self._shared.arena.slots - len(self))
         positions = [start + position for position in missing.positions[:bound]]
@@ -62,32 +75,70 @@ class RoomWaitQueue:
         self._keys.extend(missing.keys[:bound])
         self._places.extend(missing.places[:bound])
         self._host.demand(len(self))
-        return dict(zip(positions, missing.levels, strict=False))
+        return len(positions)
 
-    def has_last(self, fetch: Fetch) -> bool:
+    def is_last(self, fetch: Fetch) -> bool:
         """Return whether the newest block in the queue is one of this fetch."""
         return bool(self._fetches) and self._fetches[-1] is fetch
 
-    def fetches(self, count: int) -> list[Fetch]:
+    def resume(self) -> None:
+        """Begin reads of the blocks that waited longest, as far as there is room now."""
+        while self._prune():
+            pass
+        with self._shared.lock:
+            # what host knows of its room may be outdated; if nothing is under way, no event will
+            # correct it, so that many are tried
+            missing = self._due(BATCH if self._is_stuck else self._host.room_max)
+            begun, reads = self._reader.begin(missing, self._oldest(len(missing)))
+            self._pop(begun)
+            if self and missing and not begun and self._host.short_of == "quota":
+                # others' victims make no room for its salt, so it must not delay those behind it
+                self._give_up(1)
+            elif self and self._is_stuck and not self._host.has_looked:
+                # victims may have become clean since host last looked at them
+                self._host.doubt()
+                self._wake()
+            elif self and self._is_stuck:  # no transfer is left that could make room
+                self._give_up(BATCH)
+            self._host.demand(len(self))
+        self._reader.start(*reads)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """True if no read or write is under way that would cause another ``resume``."""
+        return not self._arrivals and not any(level.pending for level in self._levels)
+
+    def _give_up(self, most: int) -> None:
+        """Fail the oldest blocks, and resume with those behind them."""
+        self._host.stats.throttled += self._fail(most)
+        self._post(self.resume)
+
+    def close(self) -> None:
+        """Fail all blocks."""
+        while self:
+            with self._shared.lock:
+                self._fail(BATCH)
+
+    def _fail(self, most: int) -> int:
+        """Fail the oldest blocks, at most ``most``, and return how many."""
+        count = min(most, len(self))
+        oldest = zip(self._oldest(count), self._positions, strict=False)
+        for fetch, position in [*oldest]:
+            fetch.failed(position)
+        self._pop(count)
+        return count
+
+    def _oldest(self, count: int) -> list[Fetch]:
         """Return the fetches of the oldest ``count`` blocks."""
         return [*islice(self._fetches, count)]
 
-    def pop(self, count: int = 1) -> None:
+    def _pop(self, count: int = 1) -> None:
         """Remove the oldest ``count`` blocks from the queue."""
         for column in (self._fetches, self._positions, self._keys, self._places):
             for _ in range(count):
                 column.popleft()
 
-    def drop(self, most: int = BATCH) -> int:
-        """Fail the oldest blocks, at most ``most``, and return how many."""
-        dropped = min(most, len(self))
-        oldest = zip(islice(self._fetches, dropped), self._positions, strict=False)
-        for fetch, position in [*oldest]:
-            fetch.failed(position)
-        self.pop(dropped)
-        return dropped
-
-    def prune(self) -> bool:
+    def _prune(self) -> bool:
         """Remove a step of blocks from the head that need not wait any more.
 
         Returns whether there may be more of them.
@@ -105,27 +156,28 @@ class RoomWaitQueue:
         fetch, position, key = self._fetches[0], self._positions[0], self._keys[0]
         slot, arrival = self._host.find(key), self._arrivals.get(key)
         if fetch.queues_for([position], self._shared.clock.now()):
-            if slot is None and (arrival is None or arrival.dead):
+            if slot is None and (arrival is None or arrival.state is ReadState.RECALLED):
+                # still to be read; a recalled read has to end before another one of the key begins
                 return False
             if not fetch.levels & (HOST if arrival is None else arrival.level.bit):
-                fetch.failed(position)
+                fetch.failed(position)  # others had it brought to where this fetch does not read
             elif arrival is not None:
                 arrival.join(fetch, position)
             elif slot is not None:
                 self._host.pin([slot])
                 fetch.arrived([position], [slot], self._host.name)
                 self._host.stats.hits += 1
-        self.pop()
+        self._pop()
         return True
 
-    def due(self, room: float) -> MissingBlocks:
+    def _due(self, room: float) -> MissingBlocks:
         """Return the oldest blocks, at most ``room``, and where they are now.
 
         A block that no level holds any more ends the prefix of its fetch. Blocks that are in host
-        or pending by now end the answer: ``prune`` has to look at them first.
+        or pending by now end the answer: ``_prune`` has to look at them first.
         """
         count = int(min(room, self._shared.load_step))
-        fetches, keys = self.fetches(count), [*islice(self._keys, count)]
+        fetches, keys = self._oldest(count), [*islice(self._keys, count)]
         positions, places = [*islice(self._positions, count)], [*islice(self._places, count)]
         missing = MissingBlocks()
         if not keys:
@@ -134,6 +186,7 @@ class RoomWaitQueue:
         now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
         first = fetches[0]
         if fetches.count(first) == len(fetches):
+            # a long prefix mostly waits alone; one by one, looking it up takes three times as long
             own = among(levels, first.levels)
             found = self._planner.wants_bulk(keys, positions[0], own, places)
             if found and first.queues_for(positions, now_s):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import takewhile
 from math import inf
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
-from kvladder.policy.eviction import BULK_MIN, GROWTH_MAX, PRIORITY_DEFAULT, EvictionPolicy
+from kvladder.policy.eviction import (
+    BULK_MIN,
+    GROWTH_MAX,
+    PRIORITY_DEFAULT,
+    EvictionPolicy,
+    KeyedPolicy,
+)
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.tenancy import Tenanted
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
@@ -26,33 +33,6 @@ HITS_MAX = 255
 RESERVED_MAX = 1 << 20
 """Largest number of blocks for which columns are made at the start; growing them takes longest."""
 _MASK = 0xFFFFFFFF
-
-
-class BlockMeta(NamedTuple):
-    """Facts that travel with a block from level to level."""
-
-    priority: int = PRIORITY_DEFAULT
-    floor: int = PRIORITY_DEFAULT
-    """The lowest priority among the block and its ancestors; see ``OffloadRule``."""
-    hits: int = 0
-    """Number of times the block was used again, at most 255."""
-    until_s: float = inf
-    """Loop time at which ``priority`` reverts to the default."""
-    terms: Terms = NO_TERMS
-    """Terms that its request gave it."""
-
-
-def alike(metas: Sequence[BlockMeta]) -> bool:
-    """Return whether all of them are the same, as they are when no request said anything."""
-    return bool(metas) and metas.count(metas[0]) == len(metas)
-
-
-def runs(metas: Iterable[BlockMeta]) -> Iterator[tuple[BlockMeta, slice]]:
-    """Yield each run of equal metas, and its slice; mostly there is one run."""
-    end = 0
-    for meta, run in groupby(metas):
-        start, end = end, end + len([*run])
-        yield meta, slice(start, end)
 
 
 class LevelIndex(Tenanted[P]):
@@ -89,6 +69,7 @@ class LevelIndex(Tenanted[P]):
         tenants: Tenants | None = None,
     ) -> None:
         self.policy = policy
+        self._keyed = policy if isinstance(policy, KeyedPolicy) else None
         self.tenants = tenants
         self.clipped = 0
         self.ages = Histogram(AGES_S)
@@ -221,8 +202,7 @@ class LevelIndex(Tenanted[P]):
         return [*map(metas.__getitem__, kinds)]
 
     def at(self, places: Iterable[int]) -> list[BlockKey | None]:
-        """Return the key at each of ``places``, which were taken once; None where there is none
-        now.
+        """Return the key at each of ``places``, which were taken once; None where there is none.
 
         To check a block's place in this way takes less time than to look up its key.
         """
@@ -248,12 +228,16 @@ class LevelIndex(Tenanted[P]):
         *,
         expires_s: float = inf,
         pins: int = 0,
+        request: int = 0,
     ) -> None:
         """Hold ``keys`` at these places, in that order; all of both are new here.
 
         With ``pins`` they start pinned. ``expires_s`` is when they expire here, if their terms do
-        not end earlier.
+        not end earlier. ``request`` is the number of the save or fetch that brought them, for
+        policies that are told.
         """
+        if self._keyed is not None:
+            self._keyed.inserted(places, keys, request)
         if len(keys) >= BULK_MIN and meta.until_s == inf and meta.terms == NO_TERMS:
             self._insert_bulk(keys, places, meta, expires_s, pins)
             return
@@ -350,8 +334,7 @@ class LevelIndex(Tenanted[P]):
         return [key for place in due if (key := self._key[place]) is not None]
 
     def salted(self, salt: bytes | None, start: int) -> tuple[list[BlockKey], int]:
-        """Return some blocks of a salt, None for any, from place ``start`` on, and where to
-        continue.
+        """Return some blocks of a salt, None for any, from place ``start`` on; and the next start.
 
         At most ``STEP`` blocks.
         """
@@ -387,6 +370,8 @@ class LevelIndex(Tenanted[P]):
         places = cast("list[P]", [block.place for block in blocks])
         are_new = self._place.add([block.key for block in blocks], places)
         assert are_new, "a key is recovered twice"
+        if self._keyed is not None:
+            self._keyed.inserted(places, [block.key for block in blocks], 0)
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
         for key, place, facts in blocks:
             priority, floor, _, salt, terms = facts
@@ -424,11 +409,13 @@ class LevelIndex(Tenanted[P]):
         if self._expires is not None:
             self._expires.extend(array("d", [inf]) * more)
 
-    def drop(self, keys: Sequence[BlockKey], *, evicted_s: float | None = None) -> list[P]:
+    def drop(
+        self, keys: Sequence[BlockKey], *, evicted_s: float | None = None, evicted: bool = False
+    ) -> list[P]:
         """Forget ``keys``, pinned or not, and return their places.
 
         ``evicted_s`` is the loop time if they are evicted to make room; then none of them is
-        pinned.
+        pinned. ``evicted`` says that they are evicted for another reason.
         """
         places = self._place.pop_all(keys)
         for place in places:
@@ -447,6 +434,8 @@ class LevelIndex(Tenanted[P]):
             self.policy.remove(unpinned[0])
         else:
             self.policy.remove_all(unpinned)
+        if self._keyed is not None:
+            self._keyed.dropped(places, evicted=evicted or evicted_s is not None)
         if evicted_s is not None and len(places) >= BULK_MIN:
             used_s = np.frombuffer(self._used_s, np.float32)[places]
             self.ages.observe_all(evicted_s - self._began_s - used_s)
@@ -491,9 +480,7 @@ class LevelIndex(Tenanted[P]):
             self._used_s[place] = now_s
 
     def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.uint32]:
-        """Mark these places as used now, in that order, and return how many uses ago each was
-        before.
-        """
+        """Mark these places as used now, in that order; return the uses since the last of each."""
         used = np.frombuffer(self._used, np.uint32)
         uses = np.arange(1, len(at) + 1, dtype=np.uint32) + np.uint32(self._uses)
         distances: NDArray[np.uint32] = uses - used[at]  # both modulo 2**32

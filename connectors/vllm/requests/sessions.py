@@ -8,7 +8,7 @@ from typing import Any
 from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.groups import VllmGroups
 from kvladder.connectors.vllm.options import REQUEST, Policies, RequestPolicy
-from kvladder.connectors.vllm.requests import RequestState
+from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.errors import ConfigError
 
 

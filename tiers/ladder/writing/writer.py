@@ -12,7 +12,7 @@ from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import supervised
 from kvladder.tiers.ladder.client import CallOutcome
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
 class Writer:
@@ -96,7 +96,7 @@ class Writer:
         done = await self._client.purge(*purge)
         if done is not None:
             with self._lock:
-                self._level.purged(*done)
+                self._level.purges.done(*done)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget these blocks; if it fails, they are queued again."""

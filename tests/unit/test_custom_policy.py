@@ -1,0 +1,221 @@
+"""The policy of docs/how-to/write-a-policy.md: the suite, whole caches, and what policies are told.
+
+A recorder of the calls shows what a level tells a policy; the example shows that it is enough for
+S3-FIFO.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import EvictionPolicy, KeyedPolicy, PrioritizedLRU
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing import FakeTier
+from kvladder.testing.policies import PolicyTests
+from kvladder.testing.stacks import LevelSpec, SimCache
+from tests.kit import soak
+from tests.kit.world import World
+from tests.tiers.test_custom_tier import loaded
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "custom_policy.py"
+PAGE = ROOT / "docs" / "how-to" / "write-a-policy.md"
+SMALL_SAVE, LARGE_SAVE = 3, 200
+
+
+example: Any = loaded("custom_policy")
+
+
+class TestS3Fifo(PolicyTests):
+    prioritized_lru = False
+
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        return example.S3Fifo()  # type: ignore[no-any-return]
+
+
+class Recorder(PrioritizedLRU, KeyedPolicy):
+    """A prioritized LRU that keeps what it is told, and asserts that it is told all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, BlockKey] = {}
+        self.came: list[tuple[int, BlockKey]] = []
+        """The number of the request, and the key, of each block."""
+        self.left: list[tuple[BlockKey, bool]] = []
+
+    def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
+        assert len({*handles}) == len(handles) == len(keys)
+        assert self.held.keys().isdisjoint(handles)
+        assert not {*self.held.values()}.intersection(keys)
+        self.held.update(zip(handles, keys, strict=True))
+        self.came += [(request, key) for key in keys]
+
+    def dropped(self, handles: Sequence[int], *, evicted: bool) -> None:
+        assert not any(handle in self for handle in handles)
+        self.left += [(self.held.pop(handle), evicted) for handle in handles]
+
+    def push(self, handle: int, priority: int, *, front: bool = False) -> None:
+        assert handle in self.held
+        super().push(handle, priority, front=front)
+
+    def take(self) -> tuple[list[tuple[int, BlockKey]], list[tuple[BlockKey, bool]]]:
+        """What it was told since the last time."""
+        told, self.came, self.left = (self.came, self.left), [], []
+        return told
+
+
+class TestRecorder(PolicyTests):
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        return Recorder()
+
+
+@pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
+async def test_a_policy_is_told_which_save_brought_a_block(count: int) -> None:
+    order = Recorder()
+    cache = await SimCache.open(slots=2 * LARGE_SAVE, policy=order)
+    one, other = cache.keys(*range(count)), cache.keys(*range(1000, 1000 + count))
+    for keys in (one, other):
+        assert cache.save(keys) == count
+    came, left = order.take()
+    requests = {key: request for request, key in came}
+    assert sorted(requests) == sorted([*one, *other])
+    first, second = {requests[key] for key in one}, {requests[key] for key in other}
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert 0 not in first | second
+    assert left == []
+    await cache.aclose()
+
+
+async def test_a_policy_is_told_evictions_apart_from_removals() -> None:
+    order = Recorder()
+    cache = await SimCache.open(slots=4, policy=order)
+    old = cache.keys(1, 2, 3)
+    cache.save(old)
+    order.take()
+    await cache.load(old)  # pins them, and lets them go
+    assert order.take() == ([], [])
+    cache.manager.remove(old[2:])
+    assert order.take()[1] == [(old[2], False)]
+    cache.save(cache.keys(7, 8, 9))
+    came, left = order.take()
+    assert left == [(old[1], True)]
+    assert len(came) == 3
+    await cache.aclose()
+    assert {evicted for _, evicted in order.left} == {False}
+    assert order.held == {}
+
+
+@pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
+async def test_a_level_below_tells_its_policy_too(count: int) -> None:
+    order, tier = Recorder(), FakeTier(durable=True)
+    rule = OffloadRule(when="commit")
+    below = LevelSpec(tier, rule, count, policy=order)
+    cache = await SimCache.open(below, slots=2 * count)
+    one = cache.keys(*range(count))
+    cache.save(one)
+    await cache.settle()
+    assert sorted(order.take()[0]) == sorted((0, key) for key in one)
+    other = cache.keys(*range(1000, 1000 + count))
+    cache.save(other)
+    await cache.settle()
+    assert sorted(order.take()[1]) == sorted((key, True) for key in one)
+    assert {*order.held.values()} == {*other}
+    await cache.aclose()
+
+
+async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
+    host, tier = Recorder(), FakeTier(durable=True)
+    below = LevelSpec(tier, OffloadRule(when="commit"), 2 * LARGE_SAVE)
+    cache = await SimCache.open(below, slots=LARGE_SAVE, policy=host)
+    for count in (SMALL_SAVE, LARGE_SAVE // 2):
+        keys = cache.keys(count, *range(count))
+        cache.save(keys)
+        await cache.settle()
+        saved = {request for request, _ in host.take()[0]}
+        cache.save(cache.keys(count + 1, *range(LARGE_SAVE - 1)))  # all else makes room
+        await cache.settle()
+        host.take()
+        assert {*await cache.load(keys)} == {"level1"}
+        came, _ = host.take()
+        fetched = {request for request, _ in came}
+        assert sorted(key for _, key in came) == sorted(keys)
+        assert len(fetched) == 1
+        assert 0 not in fetched
+        assert fetched.isdisjoint(saved)
+    await cache.aclose()
+
+
+async def test_recovered_blocks_came_with_no_request() -> None:
+    order, tier = Recorder(), FakeTier(durable=True)
+    first = await SimCache.open(LevelSpec(tier, OffloadRule(when="commit")))
+    keys = first.keys(1, 2, 3)
+    first.save(keys)
+    await first.aclose()
+    again = FakeTier(store=tier.store, durable=True)
+    second = await SimCache.open(LevelSpec(again, OffloadRule(when="commit"), policy=order))
+    await second.settle()
+    assert sorted(order.take()[0]) == sorted((0, key) for key in keys)
+    await second.aclose()
+
+
+async def hits_of_hot_blocks(policy: EvictionPolicy) -> int:
+    """How many of 8 hot blocks a host of 20 slots still has after a scan of 64 blocks."""
+    cache = await SimCache.open(slots=20, policy=policy)
+    hot = cache.keys(*range(8))
+    cache.save(hot)
+    await cache.load(hot)
+    for number in range(64):
+        cache.save(cache.keys(1000 + number))
+    hits = cache.manager.lookup(hot).total
+    await cache.aclose()
+    return hits
+
+
+async def test_a_policy_with_keys_resists_a_scan() -> None:
+    assert await hits_of_hot_blocks(PrioritizedLRU()) == 0
+    assert await hits_of_hot_blocks(example.S3Fifo()) == 8
+
+
+async def test_a_block_that_comes_back_after_its_eviction_is_kept() -> None:
+    cache = await SimCache.open(slots=10, policy=example.S3Fifo())
+    (early,) = cache.keys(1)
+    cache.save([early])
+    for number in range(10):
+        cache.save(cache.keys(100 + number))
+    assert cache.manager.lookup([early]).total == 0
+    cache.save([early])  # its key is remembered
+    for number in range(30):
+        cache.save(cache.keys(200 + number))
+    assert cache.manager.lookup([early]).total == 1
+    cache.manager.remove([early])
+    cache.save([early])  # a removed block is not remembered
+    for number in range(30):
+        cache.save(cache.keys(300 + number))
+    assert cache.manager.lookup([early]).total == 0
+    await cache.aclose()
+
+
+@pytest.mark.parametrize("seed", [37, 145, 200192, *range(40_000, 40_008)])
+@pytest.mark.parametrize("make", [example.S3Fifo, Recorder])
+def test_whole_caches_work_with_it(
+    seed: int, make: type[EvictionPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "make_policy", staticmethod(make))
+    world = soak.run_world(seed)
+    assert type(world.cache.stack.host.index.policy) is make
+
+
+def test_the_page_shows_the_example() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    shown = ("NEW_SHARE" + blocks[0].partition("NEW_SHARE")[2]).strip()
+    assert len(shown) > 1000
+    assert shown in EXAMPLE.read_text()

@@ -1,0 +1,201 @@
+"""How blocks leave a level below host: eviction for newcomers, and removal from its tier."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice
+
+from kvladder.events import Reason
+from kvladder.keys import BlockKey
+from kvladder.lock import BATCH, STEP
+from kvladder.metrics import DropReason
+from kvladder.tiers.base import NO_PLACE, Tier
+from kvladder.tiers.label import Ref
+from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
+from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
+from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.writing.queue import RemovalQueue
+
+LOST_MAX = 4096
+"""Most blocks that are remembered as lost or damaged by a shared tier."""
+
+
+class EvictingLevel(BaseLevel[int]):
+    """The half of a ``Level`` by which blocks leave it.
+
+    A place is free again when the tier has forgotten its block. A shared tier keeps blocks for
+    others, unless a user removed them: there, places mean nothing and are free at once.
+    """
+
+    def __init__(
+        self, spec: LevelDefinition, shared: Shared, above: StackCallbacks, *, bit: int
+    ) -> None:
+        super().__init__(spec, shared, bit=bit, blocks_max=spec.capacity_blocks)
+        self.tier: Tier = spec.tier
+        self.capacity_blocks = spec.capacity_blocks
+        self.client = TierClient(spec, shared, self.stats, on_calm=above.wake)
+        self.batch_max = min(spec.tier.batch_max, BATCH)
+        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
+        self.places = PlaceAllocator(spec.capacity_blocks)
+        self._above = above
+        self._removal_queue = RemovalQueue(spec.capacity_blocks)
+        self._lost: dict[BlockKey, None] = {}
+        """Blocks that a shared tier did not deliver or damaged. The next write replaces them there.
+        """
+
+    # ---- blocks that leave the index
+
+    def _freed(self, keys: Sequence[BlockKey], places: Sequence[int], reason: Reason) -> None:
+        blocks = [*map(Ref, keys, places)]
+        if reason == "removed":
+            self.remove_later(blocks)
+        else:
+            self._let_go(blocks)
+        if reason == "lost" and self.tier.shared:
+            self._lost.update(dict.fromkeys(keys))
+            for key in list(islice(self._lost, max(0, len(self._lost) - LOST_MAX))):
+                del self._lost[key]
+        self._above.wake()
+
+    def _let_go(self, blocks: Sequence[Ref]) -> None:
+        """Give up blocks that left the index by no user's wish; a shared tier keeps them for
+        others.
+        """
+        if self.tier.shared:
+            self._free(blocks)
+        else:
+            self.remove_later(blocks)
+
+    def _free(self, blocks: Sequence[Ref]) -> None:
+        self.places.give([place for _, place in blocks if place != NO_PLACE])
+
+    def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Drop blocks to make room, and return their places.
+
+        Host does not write them again, or they would move up and down for ever.
+        """
+        places = self.index.drop(keys, evicted_s=self.shared.clock.now())
+        self.stats.evicted += len(keys)
+        self.shared.events.removed(self.name, keys, "evicted")
+        self._above.settled(self, keys, stored=False)
+        return places
+
+    # ---- removal from the tier
+
+    def remove_later(self, blocks: Sequence[Ref]) -> None:
+        """Queue the removal of blocks that have left the index; it frees their places."""
+        if blocks:
+            self._removal_queue.add(blocks)
+            self._above.wake()
+
+    def take_removals(self) -> list[Ref]:
+        """Begin the oldest removals, one batch, if the tier may be called for them now."""
+        return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
+
+    def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
+        """End a removal: its places are free, or it is tried again later."""
+        self._removal_queue.ended(blocks)
+        if answer.results is not None:
+            self._free(blocks)
+        elif answer.quiet:
+            self.remove_later(blocks)
+        else:  # the call may still remove a block offered meanwhile
+            self._removal_queue.abandoned.update(key for key, _ in blocks)
+            self._give_up([key for key, _ in blocks])
+
+    @abstractmethod
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        """Drop those of ``keys`` that are queued to be written."""
+
+    def forgotten_late(self, blocks: Sequence[Ref]) -> None:
+        """End a removal that was an abandoned call, and queue it again."""
+        self._removal_queue.abandoned.difference_update(key for key, _ in blocks)
+        self.remove_later(blocks)
+
+    def unrecovered(self, keys: Sequence[BlockKey]) -> None:
+        """Forget recovered blocks that the tier will recover again."""
+        self.index.drop(keys)
+        self._removal_queue = RemovalQueue(self.capacity_blocks)
+
+    # ---- room for newcomers
+
+    @property
+    def _tells(self) -> bool:
+        """True if the tier is told of evictions: a shared one only while its medium is full."""
+        return not self.tier.shared or self.places.limited
+
+    def _victims(
+        self, priorities: Sequence[int], by_salt: Mapping[bytes, Sequence[int]]
+    ) -> tuple[list[tuple[Ref, BlockMeta]], DropReason]:
+        """Choose victims for newcomers; see ``Level.victims``.
+
+        Salts at their quota, with priorities of their newcomers in ``by_salt``, give way first.
+        """
+        now_s = self.shared.clock.now()
+        self.places.retry(now_s)
+        self.index.revert(now_s)
+        if self._tells and not self.client.open("remove"):
+            return [], "breaker"
+        reads = self.places.being_read
+        asked = by_salt.items()
+        own = [at for salt, said in asked for at in self.index.give_way(salt, said, reads)[0]]
+        chosen, newcomers = list[int](), priorities[self.places.free + len(own) :]
+        reason: DropReason = "busy"
+        for place in self.index.victims():
+            if len(chosen) == len(newcomers):
+                break
+            if reads(place) or place in own:
+                continue
+            if self.index.priority(place) > newcomers[len(chosen)]:
+                reason = "outranked"
+                break
+            chosen.append(place)
+        chosen = [*own, *chosen]
+        if not chosen:
+            return [], reason
+        refs = map(Ref, self.index.keys_at(chosen), chosen)
+        return [*zip(refs, self.index.metas(chosen), strict=True)], reason
+
+    def evict(self, victims: Sequence[Ref]) -> list[Ref]:
+        """Evict those victims that nothing reads, and return what the tier has to be told."""
+        there = self.index.at([one.place for one in victims])
+        held = [one for one, key in zip(victims, there, strict=True) if key == one.key]
+        gone = [one for one in held if not self.places.being_read(one.place)]
+        self._evict([one.key for one in gone])
+        if self._tells:
+            self._removal_queue.begin(gone)
+            return gone
+        self._free(gone)
+        return []
+
+    def trim(self) -> bool:
+        """Evict a step of what salts hold beyond their quota, and return whether any block went."""
+        if keys := self.index.excess(STEP, self.places.being_read):
+            self._let_go([*map(Ref, keys, self._evict(keys))])
+        return bool(keys)
+
+    def _room_for(
+        self, wanted: int, priority: int, salt: bytes, spare: AbstractSet[BlockKey]
+    ) -> list[int]:
+        """Return up to ``wanted`` places of a shared tier for blocks of a salt, at once.
+
+        If places are short, the next victims are evicted, but none of ``spare``. They need not be
+        removed from the tier: places are no addresses there.
+        """
+        reads, at = self.places.being_read, self.index.key_at
+        own, room = self.index.give_way(
+            salt, [priority] * wanted, lambda place: reads(place) or at(place) in spare
+        )
+        self.places.give(self._evict(self.index.keys_at(own)))
+        wanted, gone = min(wanted, int(room)), list[BlockKey]()
+        for place in self.index.victims():
+            if len(gone) >= wanted - self.places.free or self.index.priority(place) > priority:
+                break
+            (key,) = self.index.keys_at([place])
+            if key not in spare and not reads(place):
+                gone.append(key)
+        self.places.give(self._evict(gone))
+        return self.places.take(wanted)

@@ -1,0 +1,63 @@
+"""Purges of a level's tier, and what was removed while it was not open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvladder.keys import BlockKey
+from kvladder.metrics import LevelStats
+from kvladder.tiers.ladder.client import TierClient
+
+
+class PurgeQueue:
+    """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
+
+    A shared tier is purged at once. Another one erases when all removals have ended: not while
+    ``busy`` says that removals, or calls that may write, are left. The stack's lock is held around
+    every call.
+    """
+
+    def __init__(self, client: TierClient, stats: LevelStats, *, busy: Callable[[], bool]) -> None:
+        self._client = client
+        self._stats = stats
+        self._busy = busy
+        self._todo: list[tuple[bytes | None, int]] = []
+        """Salts, each with the place at which its purge continues."""
+        self._erases_later = False
+        self.missed: set[BlockKey | bytes | None] = set()
+        """Removals while the tier was not open: keys, salts, or None for everything."""
+
+    def __len__(self) -> int:
+        return len(self._todo)
+
+    def condemn(self, *removed: BlockKey | bytes | None) -> None:
+        """Note what is removed while the tier is not open: keys, salts, or None for everything.
+
+        The level does not hold such blocks when the tier opens and recovers them.
+        """
+        if self._client.absent:
+            self.missed.update(removed)
+
+    def add(self, salt: bytes | None) -> None:
+        """Queue a purge of a salt."""
+        self._todo.append((salt, 0))
+
+    def later(self, *, later: bool) -> None:
+        """Set whether erasing has to wait for more urgent work."""
+        self._erases_later = later
+
+    @property
+    def next(self) -> tuple[bytes | None, int] | None:
+        """The purge that may run now and the place where it continues, or None."""
+        is_due = self._client.tier.shared or not (self._erases_later or self._busy())
+        return self._todo[0] if self._todo and is_due else None
+
+    def done(self, blocks: int, following: int | None) -> None:
+        """End a step of the first purge, in which ``blocks`` were purged.
+
+        It continues at ``following``, or is over if that is None. Do not call it for a step that
+        failed: that purge stays queued.
+        """
+        self._stats.purged += blocks
+        salt, _ = self._todo[0]
+        self._todo[:1] = [] if following is None else [(salt, following)]
