@@ -1,4 +1,6 @@
-"""The test kit for authors of tiers, codecs, policies and handlers; needs the extra ``testing``.
+"""The test kit for authors of connectors, tiers, codecs, policies and handlers.
+
+It needs the extra ``testing``.
 
 Its pytest plugin runs async tests on the simulated loop, see :mod:`kvladder.testing.plugin`.
 """
@@ -29,10 +31,19 @@ from kvladder.testing.stacks import LevelSpec as LevelSpec
 from kvladder.testing.stacks import SimCache as SimCache
 
 if TYPE_CHECKING:
+    from kvladder.testing.engines.engine import ConnectorEngine as ConnectorEngine
+    from kvladder.testing.engines.engine import SampleEngine as SampleEngine
+    from kvladder.testing.engines.suite import ConnectorTests as ConnectorTests
     from kvladder.testing.handlers import HandlerTests as HandlerTests
     from kvladder.testing.tiers import TierTests as TierTests
 
-_ROOMS = {"HandlerTests": "handlers", "TierTests": "tiers"}
+_ROOMS = {
+    "ConnectorEngine": "engines.engine",
+    "ConnectorTests": "engines.suite",
+    "HandlerTests": "handlers",
+    "SampleEngine": "engines.engine",
+    "TierTests": "tiers",
+}
 
 
 def __getattr__(name: str) -> Any:

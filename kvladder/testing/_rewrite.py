@@ -3,6 +3,7 @@
 import pytest
 
 pytest.register_assert_rewrite(
+    "kvladder.testing.engines.suite",
     "kvladder.testing.fixtures",
     "kvladder.testing.handlers",
     "kvladder.testing.policies",

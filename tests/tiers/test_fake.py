@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from kvladder.testing.engines.faults import Cold, ColdTier, NoOptions
 from kvladder.testing.fakes import FakeStore, FakeTier, Record
 from kvladder.testing.fixtures import MakeTier
 from kvladder.testing.shared import SharedFakeTier
@@ -39,6 +40,15 @@ class TestDurableFake(TestFake):
     @pytest.fixture
     def make(self) -> MakeTier:
         return partial(FakeTier, store=FakeStore(), durable=True, mean_s=1.0)
+
+
+class TestCold(TestDurableFake):
+    """The tier below a connector in ``ConnectorTests``."""
+
+    @pytest.fixture
+    def make(self) -> MakeTier:
+        tier_class: type[ColdTier] = Cold().tier_class
+        return partial(tier_class, NoOptions())
 
 
 class TestSmallBatches(TestFake):

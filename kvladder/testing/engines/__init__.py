@@ -1,0 +1,1 @@
+"""The conformance suite for connectors: small engines, scripted faults, and the tests."""
