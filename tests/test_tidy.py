@@ -165,6 +165,7 @@ def test_lines_functions_and_files_are_short():
 def test_folders_can_be_overlooked():
     for folder in sorted({Path(source.name).parent for source in product()}):
         files = [path for pattern in ("*.py", "*.c") for path in (ROOT / folder).glob(pattern)]
+        files = [path for path in files if path.name != "__main__.py"]  # three lines, to run it
         assert len(files) <= FOLDER_FILES_MAX, folder
 
 

@@ -40,7 +40,7 @@ EXPORT = {
 NAMED = {
     "host": {  # each stack has one
         "kvladder/cli/evaluate.py", "kvladder/config/sources.py",
-        "kvladder/testing/handlers.py",
+        "kvladder/testing/handlers.py", "kvladder/testing/engines/suite.py",
     },
     "files": {
         "kvladder/config/sources.py",  # the short form

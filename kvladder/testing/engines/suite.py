@@ -360,6 +360,7 @@ class ConnectorTests(ConnectorFixtures):
         alone.save(second, range(SLOTS))
         assert alone.found(second) == 0, "pinned blocks gave up their slots"
         alone.load(match, first, range(16, 16 + SLOTS))
+        alone.settle()  # a load is done when the copies are; its blocks are let go after that
         alone.save(second, range(SLOTS))
         alone.expect(second, range(16, 16 + SLOTS))
         match, found = alone.search(second)

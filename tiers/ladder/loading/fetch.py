@@ -208,7 +208,8 @@ class Fetch:
         if self._state is _ANSWERED or self._state is _RELEASED:
             return
         with self._lock:
-            if self._state is _ANSWERED or self._state is _RELEASED:
+            state: FetchState = self._state  # another thread may have answered meanwhile
+            if state is _ANSWERED or state is _RELEASED:
                 return
             self._state = _ANSWERED
             self._waiting.clear()
