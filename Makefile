@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(PY) -m pytest $(if $(DURATIONS),--durations-file $(DURATIONS))
 MANY := -n auto --dist worksteal --maxprocesses
+# A third of the time of the light part is waiting: twice as many workers as processors.
+MORE := -n $(shell expr 2 \* $$(nproc)) --dist worksteal --maxprocesses
 
 quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, and of products of cases a part
 	$(PYTEST) -q $(MANY) 8 --cover -m "not slow and not vllm and not sglang" \
@@ -18,7 +20,7 @@ quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, an
 
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
-	$(PYTEST) $(MANY) 8 -m "not vllm and not sglang"
+	$(PYTEST) $(MORE) 8 -m "not vllm and not sglang"
 	$(PYTEST) $(MANY) 2 -m "vllm and not alone" $(STARTS_VLLM)
 	$(PYTEST) -m "vllm and alone" $(STARTS_VLLM)
 	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(MANY) 2 -m versions tests/connectors tests/vllm
