@@ -106,6 +106,13 @@ def test_links_lead_somewhere(page):
     assert not code, "name the path instead: beside a wheel there are no such folders"
 
 
+def test_no_page_has_the_marks_of_a_merge():
+    """Git leaves them where two changes meet; Markdown would show them to readers."""
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    pages = [ROOT / "CHANGELOG.md", *PAGES]
+    assert not [name(page) for page in pages if marks.search(page.read_text(encoding="utf-8"))]
+
+
 def test_every_setting_is_explained():
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     source = {
