@@ -92,7 +92,8 @@ def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
         return None
     server = os.environ.get("SGLANG_RUN_ID") or f"process {os.getppid()}"
     space = layout.namespace(salt=settings.block.salt)
-    told = f"{server} {space.hex()} {settings.describe(layout)}"
+    said = f"{settings.describe(layout)} {settings.source.raw!r}"  # what it describes is rounded
+    told = f"{server} {space.hex()} {said}"
     return abstract(f"sglang-{hashlib.sha256(told.encode()).hexdigest()}")
 
 

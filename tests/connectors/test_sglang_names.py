@@ -350,10 +350,10 @@ def test_ranks_of_one_server_meet(monkeypatch):
     assert len(several[0] or "") < 107
     others = [{"tp_size": 2, "pp_size": 2, "pp_rank": rank} for rank in range(2)]
     found = [address(**ranks) for ranks in others]
-    found.append(address({"host": "2 MiB"}, tp_size=2))
+    found += [address({"host": size}, tp_size=2) for size in ("2 GiB", "2147487744 B")]
     monkeypatch.setenv("SGLANG_RUN_ID", "2")
     found.append(address(tp_size=2))
-    assert len({*several, *found}) == 5
+    assert len({*several, *found}) == 6, "two of them meet, and are not alike"
 
 
 @pytest.mark.slow
