@@ -36,7 +36,7 @@ def test_what_is_there_is_told(tmp_path):
     assert facts["directory"] == f"{tmp_path / 'kv'} (will be made)"
     assert facts["direct I/O"] in {"yes", "no"}
     assert "0 B are held there" in facts["free"]
-    assert {"msgspec", "redis", "xxhash"} <= found.facts["libraries"].keys()
+    assert {"msgspec", "xxhash"} <= found.facts["libraries"].keys()
     assert not list(tmp_path.iterdir())
 
 
