@@ -92,7 +92,8 @@ def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
         return None
     server = os.environ.get("SGLANG_RUN_ID") or f"process {os.getppid()}"
     space = layout.namespace(salt=settings.block.salt)
-    said = f"{settings.describe(layout)} {settings.source.raw!r}"  # what it describes is rounded
+    # not what it describes, as that is for people: sizes are rounded there
+    said = json.dumps(settings.source.raw, sort_keys=True, default=str)
     told = f"{server} {space.hex()} {said}"
     return abstract(f"sglang-{hashlib.sha256(told.encode()).hexdigest()}")
 

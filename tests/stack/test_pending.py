@@ -10,7 +10,8 @@ import pytest
 from kvladder.testing.fakes import FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.loading import reads
-from kvladder.tiers.ladder.loading.pending import NEXT, PendingRead, ReadState, become, reachable
+from kvladder.tiers.ladder.loading.pending import NEXT, PendingRead, ReadState, become
+from kvladder.tiers.ladder.records.states import reachable
 from tests.kit.soak import run_world
 from tests.stack.caches import COMMIT, cache_of
 
@@ -39,9 +40,9 @@ def test_no_step_leads_on_from_the_end() -> None:
     final = [state for state in ReadState if not NEXT[state]]
     assert [*NEXT] == [*ReadState]
     assert final == [ReadState.LANDED, ReadState.REROUTED, ReadState.DROPPED]
-    assert all(reachable(state) == {state} for state in final)
-    assert reachable(ReadState.RECALLED) == {ReadState.RECALLED, ReadState.DROPPED}
-    assert reachable(ReadState.READING) == {*ReadState}
+    assert all(reachable(state, NEXT) == {state} for state in final)
+    assert reachable(ReadState.RECALLED, NEXT) == {ReadState.RECALLED, ReadState.DROPPED}
+    assert reachable(ReadState.READING, NEXT) == {*ReadState}
 
 
 async def reading(cache: SimCache, tier: FakeTier) -> tuple[PendingRead, Hold]:

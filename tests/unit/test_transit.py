@@ -9,6 +9,7 @@ import pytest
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.states import reachable
 from kvladder.tiers.ladder.records.terms import Terms
 from kvladder.tiers.ladder.writing.queue import WriteQueue
 from kvladder.tiers.ladder.writing.transit import (
@@ -16,7 +17,6 @@ from kvladder.tiers.ladder.writing.transit import (
     PendingWrite,
     WritesInFlight,
     WriteState,
-    reachable,
 )
 
 A, B, C = (BlockKey(name * 32) for name in (b"a", b"b", b"c"))
@@ -102,5 +102,5 @@ def test_a_block_that_is_lost_on_its_way_is_found(arena: Arena) -> None:
 def test_every_state_ends_and_none_comes_twice() -> None:
     assert NEXT.keys() == {*WriteState}
     for state in WriteState:
-        assert WriteState.SETTLED in reachable(state)
-        assert all(state not in reachable(after) for after in NEXT[state])
+        assert WriteState.SETTLED in reachable(state, NEXT)
+        assert all(state not in reachable(after, NEXT) for after in NEXT[state])

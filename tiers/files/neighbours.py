@@ -18,7 +18,7 @@ from kvladder.tiers.files.directory import (
     sealed,
 )
 from kvladder.tiers.files.disk import Disk, read_file, replace_file
-from kvladder.units import Size
+from kvladder.units import Size, counted
 
 MAGIC = "kvladder fields"
 VERSION = 1
@@ -93,8 +93,8 @@ def told_of(found: Neighbours, *, cold: bool) -> dict[str, str]:
     """Return the entries for ``Tier.describe``; ``cold`` if the tier began without blocks."""
     told: dict[str, str] = {}
     if found.namespaces:
-        word = "namespace" if found.namespaces == 1 else "namespaces"
-        told["others"] = f"{found.namespaces} other {word}, {Size(found.bytes).about()}"
+        others = counted(found.namespaces, "other namespace")
+        told["others"] = f"{others}, {Size(found.bytes).about()}"
     if cold and found.nearest:
         told["changed" if found.is_alike else "differs"] = found.nearest
     return told

@@ -104,8 +104,7 @@ class Fetch:
 
     def __repr__(self) -> str:  # changes nothing, unlike ``done``
         here = len(self._slots) - len(self._waiting)
-        is_final = self._state in (_ANSWERED, _RELEASED)
-        state = self._state.value if is_final else f"{len(self._waiting)} in flight"
+        state = self._state.value if self._is_final else f"{len(self._waiting)} in flight"
         return f"<Fetch: {here} of {counted(len(self.keys), 'block')}, {state}>"
 
     # ---- for the stack, with the lock held
@@ -208,8 +207,7 @@ class Fetch:
         if self._state is _ANSWERED or self._state is _RELEASED:
             return
         with self._lock:
-            state: FetchState = self._state  # another thread may have answered meanwhile
-            if state is _ANSWERED or state is _RELEASED:
+            if self._is_final:  # another thread answered meanwhile
                 return
             self._state = _ANSWERED
             self._waiting.clear()

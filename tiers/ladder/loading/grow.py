@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.errors import ClosedError
@@ -88,7 +89,7 @@ class FetchGrower:
         fetch.ask(asking=True)
         self._grow(fetch, new=True)
         if fetch.asking:
-            self._post(self._tasks.begin, lambda: self._follow(fetch), "kvladder-ask")
+            self._post(self._tasks.begin, partial(self._follow, fetch), "kvladder-ask")
 
     async def _follow(self, fetch: Fetch) -> None:
         """Ask shared tiers, and extend ``fetch``, as long as that brings it further."""
@@ -278,16 +279,16 @@ class FetchGrower:
         """Return whether ``fetch`` should wait for an answer of shared tiers about the rest."""
         asking = self._planner.asks(fetch, start)
         if asking == "aside":
-            keys, salt = fetch.keys[start:], fetch.salt
-            self._post(self._tasks.begin, lambda: self._prober.ask(keys, salt), "kvladder-ask")
+            work = partial(self._prober.ask, fetch.keys[start:], fetch.salt)
+            self._post(self._tasks.begin, work, "kvladder-ask")
         elif asking == "try":
             self._try(fetch, start)
         return asking == "wait"
 
     def _try(self, fetch: Fetch, start: int) -> None:
         """Read some of its blocks, with no fetch waiting, to measure how fast they come."""
-        keys, levels, salt = fetch.keys[start : start + TRIAL_BLOCKS], fetch.levels, fetch.salt
-        work = lambda: self._bring_some(keys, levels, salt)  # noqa: E731
+        keys = fetch.keys[start : start + TRIAL_BLOCKS]
+        work = partial(self._bring_some, keys, fetch.levels, fetch.salt)
         self._post(self._tasks.begin, work, "kvladder-try")
 
     async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:

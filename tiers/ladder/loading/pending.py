@@ -28,8 +28,8 @@ class ReadState(IntEnum):
     """The block does not come; its slot is free."""
 
 
-READING = ReadState.READING
-"""A constant of the module, as a member of an enum is slow to look up for each block."""
+READING, RECALLED = ReadState.READING, ReadState.RECALLED
+"""Constants of the module, as a member of an enum is slow to look up for each block."""
 
 NEXT: Mapping[ReadState, tuple[ReadState, ...]] = {
     ReadState.READING: (
@@ -44,11 +44,6 @@ NEXT: Mapping[ReadState, tuple[ReadState, ...]] = {
     ReadState.DROPPED: (),
 }
 """States that can follow each state; ``tiers/ladder/README.md`` has the same as a table."""
-
-
-def reachable(state: ReadState) -> set[ReadState]:
-    """Return the states that a read of this state may have by now, itself included."""
-    return {state}.union(*map(reachable, NEXT[state]))
 
 
 class PendingRead(LevelRead):

@@ -24,10 +24,8 @@ from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
-from kvladder.tiers.ladder.loading.pending import PendingRead, ReadState
+from kvladder.tiers.ladder.loading.pending import RECALLED, PendingRead
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
-
-RECALLED = ReadState.RECALLED
 
 Asking = Literal["wait", "aside", "try", "leave"]
 """Ask shared tiers and wait, ask without waiting, begin a trial read, or leave them alone."""

@@ -18,14 +18,15 @@ from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.pending import (
     NEXT,
     READING,
+    RECALLED,
     PendingRead,
     ReadState,
     become,
-    reachable,
 )
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, among, source
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.records.meta import alike
+from kvladder.tiers.ladder.records.states import reachable
 
 
 class ReadBatch(NamedTuple):
@@ -239,7 +240,7 @@ class BlockReader:
             if one is None or one.state is not READING:  # none, or recalled already
                 continue
             if salt is None or one.meta.terms.salt == salt:
-                become([one], ReadState.RECALLED)
+                become([one], RECALLED)
 
     def close(self) -> None:
         """End the reads that never began; the tasks have ended."""
@@ -260,6 +261,6 @@ class BlockReader:
         assert all(one.key == key and NEXT[one.state] for key, one in self.arrivals.items())
         pending = {*map(id, reads)}
         for one, before in self._checked:
-            assert one.state in reachable(before), f"{before.name} to {one.state.name}"
+            assert one.state in reachable(before, NEXT), f"{before.name} to {one.state.name}"
             assert bool(NEXT[one.state]) == (id(one) in pending), one.state.name
         self._checked = [(one, one.state) for one in reads]

@@ -12,7 +12,7 @@ from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
-from kvladder.tiers.ladder.loading.pending import ReadState
+from kvladder.tiers.ladder.loading.pending import RECALLED
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, Planner, among, source
 from kvladder.tiers.ladder.loading.reads import BlockReader
 from kvladder.tiers.ladder.records.terms import HOST
@@ -156,7 +156,7 @@ class RoomWaitQueue:
         fetch, position, key = self._fetches[0], self._positions[0], self._keys[0]
         slot, arrival = self._host.find(key), self._arrivals.get(key)
         if fetch.queues_for([position], self._shared.clock.now()):
-            if slot is None and (arrival is None or arrival.state is ReadState.RECALLED):
+            if slot is None and (arrival is None or arrival.state is RECALLED):
                 # still to be read; a recalled read has to end before another one of the key begins
                 return False
             if not fetch.levels & (HOST if arrival is None else arrival.level.bit):

@@ -1,6 +1,6 @@
 """Blocks on their way into a level: one object for each, from its offer until its write has ended.
 
-The counterpart for blocks on their way up is ``loading/fetch.py::PendingRead``.
+The counterpart for blocks on their way up is ``loading/pending.py::PendingRead``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Facts
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.states import reachable
 from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 
@@ -187,15 +188,10 @@ class WritesInFlight:
             found.update((one, one.state) for one in blocks.values())
         assert len({one.key for one in found}) == len(found), "a block is here twice"
         for one, before in self._checked.items():
-            assert one.state in reachable(before), f"{before} became {one.state}"
+            assert one.state in reachable(before, NEXT), f"{before} became {one.state}"
             assert one in found or one.state is SETTLED
         self._checked = found
         assert all(self._arena.claims(one.slot) for one in self.writing.values())
-
-
-def reachable(state: WriteState) -> frozenset[WriteState]:
-    """Return all states that may follow, itself included."""
-    return frozenset({state}).union(*map(reachable, NEXT[state]))
 
 
 def ranks(blocks: Iterable[PendingWrite]) -> dict[bytes, list[int]]:
