@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sqlite3
 from pathlib import Path
 from types import ModuleType
 from typing import Any
