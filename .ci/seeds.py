@@ -47,9 +47,9 @@ kvladder follows four systems and a card. The systems are TensorRT-LLM's KV cach
 behavior in their texts has a row here, with the text's number and line. `.ci/seeds.py` makes this
 page from `seeds.yaml`. A test checks that every file, name and test in it exists.
 
-Rows marked with * have a planted fault, a change that breaks the row's claim. `.ci/seeds.py
---faults` plants each fault in a copy of the tree, and checks that the row's test fails there. Other
-rows with the status held or part have a note that says why they have no fault.
+Rows marked with * have a planted fault, a change that breaks the row's claim.
+`.ci/seeds.py --faults` plants each fault in a copy of the tree, and checks that the row's test
+fails there. Other rows with the status held or part have a note that says why they have no fault.
 """
 KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}
