@@ -28,7 +28,6 @@ BLOCKS = 64
 RANKS = 2
 RANK_SHAPE = (2, TOKENS, 4, 8)
 """Shape of a rank's share of a block: keys and values, tokens, heads, elements."""
-RANK_BYTES = 2 * TOKENS * 4 * 8 * 4
 
 
 @dataclass
@@ -43,17 +42,29 @@ class Step:
     """Tokens of each block that must be right after the step; only for this example."""
 
 
+@dataclass
+class Report:
+    """What a worker sends back after each step; plain data."""
+
+    ended: list[Finished] = field(default_factory=list[Finished])
+    admitted: int = 0
+    """Number of slots that its device can copy to and from by now."""
+
+
 class Worker:
     """One rank: owns its share of the KV cache, and copies what the scheduler names."""
 
-    def __init__(self, rank: int, arena: ArenaHandle) -> None:
+    def __init__(self) -> None:
         self.kv = torch.zeros(BLOCKS, *RANK_SHAPE)
-        pages = BlockPages.of({"kv": self.kv}, blocks=BLOCKS)
-        self.arena = Arena.attach(arena)  # the same slots, mapped here
-        # In a slot, the bytes of rank 1 follow those of rank 0.
-        self.copier = copier_for({0: RankShare(pages, rank * pages.block_bytes)}, self.arena)
+        self.pages = BlockPages.of({"kv": self.kv}, blocks=BLOCKS)
 
-    def step(self, step: Step) -> list[Finished]:
+    def attach(self, rank: int, arena: ArenaHandle) -> None:
+        """Map the scheduler's slots, where the bytes of rank 1 follow those of rank 0."""
+        self.arena = Arena.attach(arena)
+        share = RankShare(self.pages, rank * self.pages.block_bytes)
+        self.copier = copier_for({0: share}, self.arena)
+
+    def step(self, step: Step) -> Report:
         """Load, compute, begin to save; return the copies that have ended."""
         for job in step.loads:
             self.copier.submit(job)
@@ -64,22 +75,24 @@ class Worker:
             self.copier.submit(job)
         for block, tokens in step.expect.items():
             assert torch.equal(self.kv[block], self._compute(tokens)), f"block {block} is wrong"
-        return self.copier.poll()
+        return Report(self.copier.poll(), self.arena.admitted)
 
     def _compute(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor([*tokens]).view(1, TOKENS, 1, 1).expand(RANK_SHAPE).float()
 
-    def close(self) -> list[Finished]:
+    def close(self) -> Report:
         """End the copies, then unmap the arena; return the copies that ended meanwhile."""
         self.copier.close()
-        ended = self.copier.poll()
+        report = Report(self.copier.poll())
         self.arena.close()
-        return ended
+        return report
 
 
-def work(rank: int, arena: ArenaHandle, pipe: Connection) -> None:
+def work(rank: int, pipe: Connection) -> None:
     """Run one worker's process until the scheduler sends None."""
-    worker = Worker(rank, arena)
+    worker = Worker()
+    pipe.send(worker.pages.block_bytes)
+    worker.attach(rank, pipe.recv())
     while (step := pipe.recv()) is not None:
         pipe.send(worker.step(step))
     pipe.send(worker.close())
@@ -89,23 +102,29 @@ class Scheduler:
     """Owns the cache, decides what is loaded and saved, and never touches a tensor."""
 
     def __init__(self, stack: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process would share too much
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(rank, theirs))
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        sizes = [pipe.recv() for pipe in self.pipes]
+        assert len({*sizes}) == 1, f"ranks with shares of different sizes: {sizes}"
         layout = kvladder.Layout(
             block_tokens=TOKENS,
-            block_bytes=RANKS * RANK_BYTES,
+            block_bytes=sum(sizes),
             fields={"model": "demo", "ranks": str(RANKS)},  # whatever changes a block's bytes
         )
         self.cache = kvladder.open_cache(stack, layout=layout)
         self.connector = StepConnector(self.cache, ranks=RANKS)
         self.keys = kvladder.KeyScheme(self.cache.namespace, block_tokens=TOKENS)
-        self.pipes: list[Connection] = []
-        self.processes = []
-        context = multiprocessing.get_context("spawn")  # a forked process would share too much
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(rank, self.cache.arena.handle, theirs))
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            self.cache.arena.admit(rank, 0)  # no slot is used before all ranks can copy it
+            pipe.send(self.cache.arena.handle)
+        self.step()  # learn what the ranks admit
 
     def step(self, step: Step | None = None) -> list[Finished]:
         """Run one step on all workers; return the loads and saves that all ranks have ended."""
@@ -114,8 +133,10 @@ class Scheduler:
             (step.loads if job.direction == "onboard" else step.saves).append(job)
         for pipe in self.pipes:
             pipe.send(step)
-        for pipe in self.pipes:
-            self.connector.report(pipe.recv())
+        for rank, pipe in enumerate(self.pipes):
+            report: Report = pipe.recv()
+            self.cache.arena.admit(rank, report.admitted)
+            self.connector.report(report.ended)
         return self.connector.poll()
 
     def serve(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
@@ -130,7 +151,7 @@ class Scheduler:
             match.release()
         else:
             job = self.connector.load(match, blocks[:found])
-            ended = {one.id: one.ok for one in self.step()}
+            ended = {one.id: one.ok for one in self.step()}  # the workers wait for their loads
             if not ended[job]:  # the blocks hold garbage: compute them
                 found = 0
         self.step(Step(compute=dict(zip(blocks[found:], parts[found:], strict=True))))
@@ -144,7 +165,7 @@ class Scheduler:
         """End the workers first, then the connector, then the cache."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.send(None)
-            self.connector.report(pipe.recv())
+            self.connector.report(pipe.recv().ended)
             process.join()
         self.connector.close()
         self.cache.close()

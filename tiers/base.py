@@ -147,8 +147,9 @@ class Tier(Medium, ABC):
         Raises
         ------
         TierFull
-            The medium is full, and no block of this batch counts as stored. Only ``put`` raises
-            it. A ``remove`` that finds no room raises a TierError, and the level tries it again.
+            The medium is full, and no block of this batch counts as stored, even if some of them
+            lie there: the level uses their places for other blocks. Only ``put`` raises it. A
+            ``remove`` that finds no room raises a TierError, and the level tries it again.
         """
 
     @abstractmethod

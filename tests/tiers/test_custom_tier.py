@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvladder.errors import ConfigError, TierFull, Unavailable
+from kvladder.keys import Namespace
 from kvladder.testing.fixtures import MakeTier, Opener, SampleBlocks
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Medium, Tier
@@ -69,6 +71,17 @@ class TestSqlite(TierTests):
             await second.open(context)
         await first.aclose()
         await second.open(context)
+        await second.aclose()
+
+    async def test_blocks_of_another_model_go_at_the_next_start(
+        self, opened: Opener, make: MakeTier, blocks: SampleBlocks, context: Any
+    ) -> None:
+        first: Any = await opened()
+        await blocks.put(first, 0, 1)
+        await first.aclose()
+        second: Any = make()
+        await second.open(replace(context, namespace=Namespace(b"another model".ljust(32))))
+        assert second._database.execute("SELECT count(*) FROM blocks").fetchone() == (0,)
         await second.aclose()
 
     async def test_a_full_database_is_tier_full(self, opened: Opener, blocks: SampleBlocks) -> None:
