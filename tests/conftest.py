@@ -89,7 +89,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def open_files() -> set[str]:
-    """What this process has open, but for arenas: an exception may still refer to a slot."""
+    """Return open descriptors, except arenas: an exception may still refer to a slot."""
     found: set[str] = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -103,7 +103,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """A connector hands on what the cache logs for good; a test's ends with the test."""
+    """Undo log routing after each test: a connector routes the cache's log lines for good."""
     logger = logging.getLogger("kvladder")
     handlers, level, propagates = [*logger.handlers], logger.level, logger.propagate
     yield

@@ -1,10 +1,10 @@
-"""Ends a test that is stuck, and none that is only slow, however busy the machine is.
+"""Ends stuck tests, but no slow ones, however busy the machine is.
 
-``python stuck.py PID IDLE_S`` watches the process of a test run and all that it started. Lines of
-its standard input say when a test begins, ``+ NAME``, and ends, ``-``. A test is stuck when for
-IDLE_S seconds none of its threads has run, nor waited for a processor or a disk. The process then
-gets SIGABRT, on which pytest prints where each of its threads stands, and what it started is killed
-once it is gone: not before, or it would go on from where it was stuck.
+``python stuck.py PID IDLE_S`` watches the process of a test run and its children. Lines on its
+standard input announce the begin of a test, ``+ NAME``, and its end, ``-``. A test is stuck when
+for IDLE_S seconds none of its threads has run, nor waited for a processor or a disk. The process
+then gets SIGABRT, and pytest prints a traceback of each thread. Its children are killed once it has
+ended: if they were killed earlier, the stuck test could continue.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def below(*roots: int) -> set[int]:
 
 
 def spent(pids: set[int]) -> tuple[Spent, bool]:
-    """What threads have spent so far, and whether one of them waits for a disk just now."""
+    """Return the time that threads have spent so far, and whether one of them waits for a disk."""
     found: Spent = {}
     disk = False
     for pid in pids:
@@ -55,7 +55,7 @@ def spent(pids: set[int]) -> tuple[Spent, bool]:
 
 
 def end(root: int) -> None:
-    """Abort the process that has started this one, and kill what it has started besides."""
+    """Abort the process that started this one, and kill its other children."""
     found = below(root)
     os.kill(root, signal.SIGABRT)
     latest_s = time.monotonic() + ABORT_S

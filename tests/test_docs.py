@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its Python runs, its YAML is accepted, its links lead on."""
+"""The documentation is true: its Python runs, its YAML is accepted, its links work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def configurations():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
 def test_the_python_of_a_page_runs(page, tmp_path):
-    """From top to bottom as one script, whose lines have the numbers of the page's."""
+    """Runs from top to bottom as one script, with the line numbers of the page."""
     script = ""
     for line, text in blocks(page, "python"):
         script += "\n" * (line - script.count("\n")) + text

@@ -41,7 +41,7 @@ def test_an_example_runs(example, tmp_path):
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 @pytest.mark.parametrize("example", TESTS, ids=lambda path: path.name)
 def test_an_example_of_tests_passes(example, mode, seed, tmp_path):
-    """In a project of its own, which has nothing but pytest-asyncio's own settings."""
+    """Runs in its own project with pytest-asyncio's own settings only."""
     shutil.copy(example, tmp_path)
     (tmp_path / "pytest.ini").write_text(
         f"[pytest]\nasyncio_mode = {mode}\nasyncio_default_fixture_loop_scope = function\n"

@@ -1,4 +1,4 @@
-"""READMEs of packages name only what is there, and their reading orders leave no file out."""
+"""READMEs of packages name only existing things, and their reading orders omit no file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found(name: str, folder: Path) -> Path | None:
 
 
 def missing(text: str, folder: Path) -> list[str]:
-    """What a page in ``folder`` names that is not there."""
+    """Return the names on a page in ``folder`` that do not exist."""
     wrong = [name for name in _FOLDER.findall(text) if found(name, folder) is None]
     for name, inner in _FILE.findall(text):
         path = found(name, folder)
@@ -110,7 +110,7 @@ def test_a_step_that_a_table_lacks_is_found():
 
 
 def states(text: str) -> dict[str, tuple[bool, list[str]]]:
-    """Rows of a page's table of states: whether each is of a ``PendingWrite``, and what follows."""
+    """Return a page's table of states: whether each is a ``PendingWrite``'s, and its successors."""
     table = text.partition("\n## States")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     cells = [row for row in rows if len(row) == 5][2:]
@@ -118,7 +118,7 @@ def states(text: str) -> dict[str, tuple[bool, list[str]]]:
 
 
 def misplaced(rows: dict[str, tuple[bool, list[str]]]) -> list[str]:
-    """What a table of states says that ``WriteState`` and ``NEXT`` do not, or leaves out."""
+    """Return the differences between a table of states and ``WriteState`` with ``NEXT``."""
     moving = [state.value for state in WriteState if state is not WriteState.SETTLED]
     wrong = [] if [name for name in rows if rows[name][0]] == moving else ["the states"]
     for name in moving:

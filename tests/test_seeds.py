@@ -1,4 +1,4 @@
-"""contributing/seeds.md is what its data give; places, tests and faults that it names are there."""
+"""contributing/seeds.md matches its data; the places, tests and faults that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site shows of the product is what the product has."""
+"""The site shows the product as it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOST = "tiers: [{type: host}, "
 
 
 def wrong(text: str) -> list[str]:
-    """What the schema finds wrong with a stack."""
+    """Return the schema's errors for a stack."""
     checker = jsonschema.Draft7Validator(SCHEMA)
     return [error.message for error in checker.iter_errors(yaml.safe_load(text))]
 

@@ -51,7 +51,7 @@ CATCHES_ALL = {
 # An engine must outlive its connector.
 ENGINE_EDGE = re.compile(r"connectors/(vllm\w*|sglang|trtllm)/.*\.py")
 
-# What product code takes from outside instead of asking for it itself, and where it is made.
+# Services that product code takes from outside, and where they are made.
 CLOCKS = {"time.time", "time.time_ns", "time.sleep"}
 CLOCK_MAKER = "tiers/blocking.py"
 TEST_KIT = "kvladder/testing/"
@@ -178,7 +178,7 @@ def test_files_say_what_they_are():
     require(offenders(undocumented, everything()))
 
 
-# ---- what product code does not do
+# ---- forbidden in product code
 
 
 def own_clock_or_dice(source: Source) -> Iterator[tuple[int, str]]:

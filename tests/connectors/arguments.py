@@ -2,8 +2,8 @@
 
 ``python arguments.py MODEL OTHER RESULTS [plain]``: MODEL is the folder of a tiny LLaVA, OTHER a
 link to it. Writes JSON: the fields of a plain engine's name, and for each field of vLLM's
-EngineArgs ``same``, ``other``, why the engine was refused, or that nobody has said how to change
-it. An argument that cannot be given here (on a CPU, to this model) stands in ``ELSEWHERE`` with the
+EngineArgs ``same``, ``other``, why the engine was refused, or that no change is defined. An
+argument that is impossible here (on a CPU, with this model) is listed in ``ELSEWHERE`` with the
 field of vLLM's configuration that it becomes.
 """
 
@@ -169,7 +169,7 @@ ELSEWHERE = {
 
 
 def changed(field: Field[Any], model: str, other: str) -> Any:
-    """Another value for an argument; KeyError if there is none."""
+    """Return another value for an argument; raise KeyError if there is none."""
     if field.name in ("model", "tokenizer", "hf_config_path"):
         return other
     if field.name in VALUES:
@@ -224,7 +224,7 @@ def main() -> None:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM refuses in many ways
             found[field.name] = f"refused: {error}"
     Path(results).write_text(json.dumps(found))
-    os._exit(0)  # what vLLM left running in this process need not end
+    os._exit(0)  # vLLM's leftovers in this process need not end
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {
 
 
 def spec(kind: str, tokens: int, page: int, retention: int | None = None) -> Any:
-    """vLLM's specification of a group whose blocks take ``page`` bytes."""
+    """Return vLLM's specification of a group with blocks of ``page`` bytes."""
     from vllm.v1 import kv_cache_interface as vllm
 
     if kind == "state":

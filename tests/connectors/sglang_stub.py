@@ -103,7 +103,7 @@ class ModelRunner:
 
 @dataclass
 class LoRARef:
-    """What an adapter is called."""
+    """The name of an adapter."""
 
     lora_id: str
     lora_name: str
@@ -164,7 +164,7 @@ class PoolTransfer:
 
 @dataclass
 class PoolTransferResult:
-    """What the pools have of a prefix."""
+    """The part of a prefix that the pools hold."""
 
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
@@ -172,7 +172,7 @@ class PoolTransferResult:
 
 
 class Core:
-    """The core of the tree: which pages a node has, and whose they are."""
+    """The core of the tree: the pages of each node, and their owners."""
 
     def __init__(self):
         self.nodes = {}
@@ -219,7 +219,7 @@ class UnifiedRadixCache:
         self.cache_controller.backup(entry.keys_by_pool["kv"])
 
     def drain_storage_control_queues(self):
-        """What was found for requests is read."""
+        """Read the pages that were found for requests."""
         while not self.cache_controller.prefetch_hit_queue.empty():
             self.cache_controller.read(self.cache_controller.prefetch_hit_queue.get())
 
@@ -234,7 +234,7 @@ WATCHED = (
 
 
 def forget_watches(monkeypatch):
-    """Undo what a test has done to these classes, when it ends."""
+    """Undo a test's changes to these classes when it ends."""
     for kind, name in WATCHED:
         monkeypatch.setattr(kind, name, getattr(kind, name))
 
@@ -246,7 +246,7 @@ class Bag:
         self.__dict__.update(values)
 
     def paths(self, namespace):
-        """By name, the namespace of each setting in it and below it."""
+        """Return the namespace of each setting in it and below it, by name."""
         found: dict[str, str] = {}
         for name, value in vars(self).items():
             if isinstance(value, Bag):
@@ -299,7 +299,7 @@ def give(model_path: str, **changes: Any) -> None:
 
 
 class ServerArgs:
-    """What the server was given."""
+    """The arguments of the server."""
 
 
 DERIVED = frozenset(("dp_rank", "num_dp_ranks"))
@@ -307,7 +307,7 @@ DERIVED = frozenset(("dp_rank", "num_dp_ranks"))
 
 
 def namespace_of(kind):
-    """By name, the namespace of each server argument."""
+    """Return the namespace of each server argument, by name."""
     assert kind is ServerArgs
     paths = {field: at for name, bag in bags.items() for field, at in bag.paths(name).items()}
     return {field: at for field, at in paths.items() if field not in DERIVED}

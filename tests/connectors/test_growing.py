@@ -1,4 +1,4 @@
-"""Caches that grow in place: what models say with them is what they say without."""
+"""Caches that grow in place: models give the same answers with and without them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_thread():
 
 
 def say(model: Any, prompt: list[int], cache: Any = None, new: int = NEW, **way: Any) -> Any:
-    """What the model says after a prompt; with ``cache``, or one that it makes."""
+    """Return a model's tokens after a prompt; with ``cache``, or one that it makes."""
     torch.manual_seed(5)
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **way}
@@ -129,7 +129,7 @@ def test_beams_take_over_what_they_do_not_have_in_common(monkeypatch: Any) -> No
     (prompt,) = prompts_of(1, shared=200)
     say(model, prompt, GrowingCache(model.config), num_beams=4)
     first, rest = moved[:6], moved[6:]
-    assert first == [3 * len(prompt)] * 6  # all go on from the first
+    assert first == [3 * len(prompt)] * 6  # all continue from the first
     assert 0 < max(rest) <= 3 * NEW + NEW
 
 
@@ -155,7 +155,7 @@ STAYS = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
-    """Also between a pass in inference mode and one outside."""
+    """Also test changes between a pass in inference mode and one outside."""
     model = make_model()
     (prompt,) = prompts_of(1)
     caches = GrowingCache(model.config, step=16), DynamicCache(config=model.config)
@@ -258,7 +258,7 @@ def test_rows_that_changed_places_know_what_they_have_in_common() -> None:
 @pytest.mark.parametrize("kind", [GrowingCache, DynamicCache])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
-    """Neither under their tokens alone, which are elsewhere, nor under those and the padding."""
+    """Rows are kept neither under their tokens alone, at other positions, nor with the padding."""
     model = make_model()
     rows = [[0] * 6 + [5, 6, 7] * 6, list(range(24))]
     ids, mask = torch.tensor(rows), torch.tensor([[0] * 6 + [1] * 18, [1] * 24])
@@ -279,7 +279,7 @@ def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
 
 
 def test_tokens_that_generate_takes_for_padding_are_not_kept() -> None:
-    """Without a mask it makes one, and prompts with pad tokens in them have others' places."""
+    """Without a mask ``generate`` makes one, which shifts prompts that contain pad tokens."""
     model, (prompt,) = make_model(), prompts_of(1)
     prompt = [0, *(token or 1 for token in prompt)]
     with Prefixes(model, STACK, block_tokens=4) as prefixes:
@@ -384,7 +384,7 @@ def test_models_and_caches_that_do_not_fit_are_refused() -> None:
 def test_a_cache_of_another_model_is_refused(of: dict[str, Any], says: str) -> None:
     model, prompt = make_model(), prompts_of(1)[0]
     cache = GrowingCache(make_model(**of).config)
-    if "num_hidden_layers" not in of:  # what it holds tells them apart
+    if "num_hidden_layers" not in of:  # the content differs
         say(make_model(**of), prompt, cache, 1)
     with pytest.raises(LayoutError, match=rf"{says} \(a cache of this model's own"):
         model(torch.tensor([prompt]), past_key_values=cache)

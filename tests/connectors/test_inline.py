@@ -53,7 +53,7 @@ def test_a_prompt_that_was_saved_is_loaded_into_other_blocks(manager: CacheManag
 def test_a_prefix_that_is_saved_in_pieces_has_the_floors_of_one_that_is_saved_at_once(
     limit: int, known: range
 ) -> None:
-    """Also where blocks are cached already, or where ``limits.priority`` is below a priority."""
+    """Also with cached blocks, and with ``limits.priority`` below a priority."""
     host = {"type": "host", "min_priority": 0}
     source = {"arena": {"size": "1 MiB"}, "tiers": [host], "limits": {"priority": limit}}
     priorities = [(90, None), (40, None), (70, None), (20, None), (60, None), (80, None)]

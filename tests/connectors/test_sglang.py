@@ -58,7 +58,7 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch, hangs, patient):
-    """Opens a storage with a pool and its controller; closes what a test has left open."""
+    """Open storages, each with a pool and its controller; close them after the test."""
     monkeypatch.setitem(registry._registered, ("tiers", "hanging"), HangingFiles)
     monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), SharedFakeTier)
     monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
@@ -166,7 +166,7 @@ def test_a_hole_ends_a_prefix(opened):
 def test_pages_come_in_parts_as_a_request_goes_on(opened):
     one, _ = opened(slots=100)
     keys = chain("a", 60)
-    one.backup(keys[:40])  # the prompt, then what was decoded
+    one.backup(keys[:40])  # the prompt, then the decoded tokens
     one.backup(keys[40:], rows(40, 20))
     assert one.prefetch(keys, rows(100, 60)) == 60
     assert one.backup(keys[30:50]) == 20  # again: nothing is copied
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
         if (at := held.find(wanted)) >= 0:
             held[at + 5] ^= 1
             path.write_bytes(held)
-    os.sync()  # or a direct read waits for what is being written
+    os.sync()  # or a direct read waits for a write in progress
 
     one, pool = opened()
     assert one.prefetch(keys, rows(0, 60)) == 7
@@ -217,9 +217,9 @@ def test_a_tier_that_hangs_holds_nobody_up_for_good(opened, hangs):
     }
     hangs.touch()
     one, _ = opened("hanging", level=breaker, fetch={"deadline": "100 ms"})
-    assert one.exists(keys) == 128  # nobody knows yet
+    assert one.exists(keys) == 128  # not yet known
     assert one.prefetch(keys, rows(0, 128)) == 0
-    until(lambda: one.exists(keys) == 0)  # now it is known, and what is above it is all there is
+    until(lambda: one.exists(keys) == 0)  # now it is known, and only the pages above it are left
     there = chain("d", 10)
     one.backup(there)
     assert one.prefetch(there, rows(0, 10)) == 10
@@ -256,7 +256,7 @@ def test_pages_that_no_level_wants_are_not_refused(opened):
 
 @pytest.mark.slow
 def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened, hangs, monkeypatch):
-    """A hole in a prefix makes all behind it useless: SGLang is told not to offer them."""
+    """A hole in a prefix makes all later pages useless: SGLang is told not to offer them."""
     monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", 0.05)  # there will be none
     one, _ = opened("hanging", slots=16)
     hangs.touch()
@@ -384,7 +384,7 @@ def hybrid():
 
 
 def asked(names):
-    """What SGLang looks for with a prompt."""
+    """Return the pools that SGLang looks up with a prompt."""
     return [
         PoolTransfer(name, None, ["__placeholder__"] * count, PoolHitPolicy(policy))
         for name, (policy, count) in WANTED.items()

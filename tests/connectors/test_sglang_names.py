@@ -1,4 +1,4 @@
-"""What SGLang is told: settings that are refused, and what names its pages."""
+"""SGLang's settings: which are refused, and which name its pages."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_adapters_of_other_weights_at_one_path_have_other_names(model):
 
 @pytest.mark.slow
 def test_what_makes_drafts_names_pages(model, tmp_path):
-    """Its own pages are below the same digests."""
+    """The draft's own pages are stored under the same digests."""
     first = fields(model, spec={"speculative_algorithm": None})
     folder = tmp_path / "draft"
     folder.mkdir()
@@ -411,7 +411,7 @@ def test_images_that_clients_name_are_refused():
 
 
 class Keeper:
-    """Counts what it is told."""
+    """Counts its notifications."""
 
     told = 0
 
@@ -464,7 +464,7 @@ def test_a_storage_hears_of_weights_that_change(name, sglang):
         watch.require_known("auto")
         watch.tell(keeper, "auto")
     changes()[name]()
-    assert (one.told, two.told) == (1, 1)  # once, though both had asked
+    assert (one.told, two.told) == (1, 1)  # once, though both had registered
     with pytest.raises(ValueError, match=r"weights may have changed .*\(flush it \(POST"):
         watch.require_known("auto")
     sglang.UnifiedRadixCache(None).reset()

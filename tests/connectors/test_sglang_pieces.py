@@ -100,7 +100,7 @@ def test_a_rank_that_stands_still_leaves_slots_to_others(opened):
 
 
 class Came:
-    """A fetch that is over, once it was waited for: so many blocks of a prefix came."""
+    """A fetch that ended after it was waited for: the number of blocks of a prefix that arrived."""
 
     def __init__(self, blocks, until_over: Any = None):
         self.done = until_over is None
@@ -117,7 +117,7 @@ class Came:
 
 
 class Rival:
-    """Wants all slots, of which it has some, while a fetch finds no room for its first part."""
+    """Takes all free slots while a fetch finds no room for its first part."""
 
     def __init__(self, slots):
         self.arena = SimpleNamespace(slots=PART * 2)

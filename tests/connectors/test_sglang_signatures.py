@@ -1,4 +1,4 @@
-"""What stands in for SGLang, and what is overridden, against the version that is pinned."""
+"""The stand-ins for SGLang and the overridden methods match the pinned version."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def parameters(node):
 
 
 def takes(ours, theirs):
-    """Whether a function can be called as theirs is."""
+    """Return whether a function can be called like SGLang's."""
     signature = inspect.signature(ours)
     kinds = {one.kind for one in signature.parameters.values()}
     if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds:
@@ -164,7 +164,7 @@ def test_pools_are_asked_with_the_model_s_own_names():
     pools = ast.unparse(class_of("storage", "PoolName"))
     for name in ("KV = 'kv'", "MAMBA = 'mamba'", "SWA = 'swa'", "INDEXER = 'indexer'"):
         assert name in pools
-    # of what is replicated one rank stores keys and values, and all store states
+    # one rank stores replicated keys and values, and all ranks store states
     assert "transfer.name == PoolName.MAMBA" in ast.unparse(function("hybrid", "should_backup"))
 
 
@@ -313,7 +313,7 @@ def test_namespaces_are_those_that_sglang_has():
     assert [name for name, _ in parameters(function("arguments", "namespace_of"))] == ["cls"]
     function("context", "config_bag", "RuntimeContext")
     assert "def server_args(self)" in text("context")
-    # what is there and no argument follows from the arguments, or is a rank
+    # the rest follows from the arguments, or is a rank
     for path in ("exec.moe.kt_weight_path", *identity.OUT_OF_SIGHT):
         assert path in arguments()
         assert path not in identity.left_out("settings"), "with a user's text it still counts"

@@ -1,4 +1,4 @@
-"""The tree that tells the storage what pages are worth and whose they are."""
+"""The tree reports the priorities and the salts of pages to the storage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def controller():
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Two engines over one server, whose host levels are their own."""
+    """Return two engines over one server; each has its own host level."""
     store = FakeStore()
 
     class Server(SharedFakeTier):
@@ -178,7 +178,7 @@ def test_what_others_stored_is_purged_by_its_salt_too(shared):
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [0, 7])
 def test_pages_of_each_pool_and_batch_are_read_with_their_salt(shared, begin):
-    """SGLang begins batches where it likes: behind what the device has, for one."""
+    """SGLang may begin batches anywhere, such as after the pages on the device."""
     here, there = (one.storage_backend for one in shared)
     keys, pages = chain("a", 200), rows(0, 200)
 

@@ -1,4 +1,4 @@
-"""Hugging Face models on block pools: what they say is what they say without."""
+"""Hugging Face models on block pools: their answers are the same as without."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def one_thread():
 
 
 def make_model(name: str = "llama", *, seed: int = 1, **options: Any) -> Any:
-    """A tiny model whose answers depend on all that it has read."""
+    """Return a tiny model whose answers depend on the whole context."""
     kind, special = MODELS[name]
     torch.manual_seed(seed)
     config = kind(
@@ -84,14 +84,14 @@ def make_model(name: str = "llama", *, seed: int = 1, **options: Any) -> Any:
 
 
 def prompts_of(count: int, *, shared: int = 30, own: int = 17) -> list[list[int]]:
-    """Prompts of which the first tokens are the same and the last ones are not."""
+    """Return prompts with the same first tokens and different last ones."""
     rng = random.Random(count)
     first = [rng.randrange(256) for _ in range(shared)]
     return [[*first, *(rng.randrange(256) for _ in range(own + at))] for at in range(count)]
 
 
 def plain(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """What the model says with its own cache, one prompt at a time."""
+    """Return the model's answers with its own cache, one prompt at a time."""
     said: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
@@ -110,7 +110,7 @@ def plain(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
 def stack(
     *, tokens: int, host: str = "1 MiB", files: Path | None = None, codecs: Any = None
 ) -> dict[str, Any]:
-    """A stack above which the pools of three layers hold so many tokens."""
+    """Return a stack and pools of three layers that hold this number of tokens."""
     tiers: list[Mapping[str, Any]] = [{"name": "host", "type": "host"}]
     if files is not None:
         more = {} if codecs is None else {"codecs": codecs}
@@ -188,7 +188,7 @@ def test_a_model_says_the_same_with_the_pool_and_without(name, step):
 
 
 def test_a_model_that_is_not_told_positions_computes_no_padding() -> None:
-    """It counts the tokens of the cache: a row that is padded would begin somewhere else."""
+    """The model counts the tokens of the cache, so padding would shift a row."""
     torch.manual_seed(1)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
     model = AutoModelForCausalLM.from_config(

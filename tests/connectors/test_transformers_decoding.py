@@ -45,7 +45,7 @@ BEAMS = 4
 def generated(
     model: Any, prompts: list[list[int]], tokens: int = NEW, **options: Any
 ) -> list[list[int]]:
-    """What ``generate`` says to each prompt."""
+    """Return the answers of ``generate`` to each prompt."""
     said: list[list[int]] = []
     given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for prompt in prompts:
@@ -169,7 +169,7 @@ def test_beams_of_a_model_with_states_copy_them(name, every):
 
 
 def repetitive(name: str = "llama") -> Any:
-    """A model that soon says the same over and over."""
+    """Return a model that soon repeats itself."""
     return make_model(name, initializer_range=0.05)
 
 
@@ -264,7 +264,7 @@ def test_drafts_for_states_and_what_else_does_not_go_are_refused():
         pooled.requests.release(request)
 
 
-# ---- what is chosen
+# ---- the choice of tokens
 
 
 def test_a_text_goes_on_as_it_did_where_it_was_most_alike():

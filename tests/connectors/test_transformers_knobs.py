@@ -1,4 +1,4 @@
-"""Settings that change what a model's pools keep: the type of the cache, and windows by layer."""
+"""Settings that change a model's pools: the type of the cache, and windows by layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def source(**gpu: Any) -> dict[str, Any]:
 
 
 def twin(model: Any, kind: str, **options: Any) -> Any:
-    """A model with the same weights whose class has windows of its own."""
+    """Return a model with the same weights and with windows of its own class."""
     other = make_model(kind, **options)
     other.load_state_dict(model.state_dict())
     return other
@@ -152,7 +152,7 @@ def test_layers_that_read_keys_of_nobody_have_no_windows(monkeypatch: Any) -> No
 
 
 def test_windows_are_counted_by_layers_that_keep_keys() -> None:
-    """Layers with states, and those that read what others keep, are not among them."""
+    """Layers with states, and layers that read the keys of others, are not counted."""
     model = sharer("gemma4", WINDOW)
     what = "7 windows .*6 at most, one for each layer that keeps keys and values"
     with pytest.raises(ConfigError, match=what):

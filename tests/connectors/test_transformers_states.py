@@ -131,7 +131,7 @@ def test_it_says_what_generate_says_and_goes_on_from_kept_states(
 
 
 def test_layers_that_keep_nothing_stand_between_states() -> None:
-    """Those of Nemotron-H are a state, attention, or experts alone."""
+    """Layers of Nemotron-H are either a state, attention, or experts."""
     torch.manual_seed(1)
     sizes = {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
     kinds = {"layers_block_type": ["mamba", "moe", "attention"], "chunk_size": 8, "head_dim": 16}

@@ -1,4 +1,4 @@
-"""Weights that change while a model is open: nobody is served what the ones before computed."""
+"""Weights that change while a model is open: no request is served blocks of the old weights."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def replace_data(model: Any) -> None:
 
 
 def replace_module(model: Any) -> None:
-    """As adapters are put around layers."""
+    """Replace a module, as adapters wrap layers."""
     attention = model.model.layers[1].self_attn
     attention.v_proj = torch.nn.Sequential(attention.v_proj, torch.nn.Linear(32, 32))
 
 
 def behind_its_back(model: Any) -> None:
-    """As adapters are merged; to be said."""
+    """Change weights without notice, as merging adapters does; the caller must report it."""
     embeddings(model).data.mul_(-1)
 
 
@@ -141,7 +141,7 @@ def go_on(pooled: PooledModel, engine: Engine) -> None:
 def test_requests_under_way_go_on_as_the_new_weights_say(
     step: int | None, options: dict[str, Any], write: Callable[[Any], None]
 ) -> None:
-    """And what the old ones computed of them is not served under the new names."""
+    """Blocks that the old weights computed are not served under the new names."""
     model, prompts = make_model(), prompts_of(3)
     with opened(model, stack(tokens=400), step=step) as pooled:
         engine = Engine(pooled)

@@ -73,7 +73,7 @@ def make(stack: object) -> Iterator[Make]:
     assert not _HALVES
 
 
-# ---- tokens, and what they come from
+# ---- tokens, and their sources
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -202,7 +202,7 @@ def test_other_weights_and_arguments_find_nothing(make: Make, stack: Any) -> Non
     assert make(args_of(dtype="float16")).run(PROMPT).matched == 0
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def test_a_flipped_byte_makes_a_shorter_promise(make: Make, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_tier_that_hangs_costs_patience_and_no_tokens(
     engine = make()
     engine.run(PROMPT)
     engine.idle()
-    for other in range(3):  # what host held is only in the tier now
+    for other in range(3):  # the blocks of host are now only in the tier
         engine.run([other] * 200)
         engine.idle()
     monkeypatch.setattr(Cold, "hangs", True)
@@ -260,7 +260,7 @@ def test_what_came_up_after_the_last_step_is_let_go_of(
     engine = make()
     engine.run(PROMPT)
     engine.idle()
-    with engine.manager._stack.lock:  # what host held is only in the tier now
+    with engine.manager._stack.lock:  # the blocks of host are now only in the tier
         engine.manager._stack.host.forget([*engine.manager._stack.host.index], "evicted")
     monkeypatch.setattr(Cold, "hangs", True)
     monkeypatch.setattr(Cold, "recovers", True)
@@ -385,7 +385,7 @@ def test_blocks_of_a_request_are_kept_until_their_copies_have_ended(make: Make) 
 
 
 def claims(engine: Executor) -> int:
-    """On slots, of all who claim them: one each of the host level, one of each pin."""
+    """Return the claims on slots: one per block of the host level, one per pin."""
     arena = engine.manager.arena
     return sum(arena.claims(slot) for slot in range(arena.slots))
 

@@ -1,4 +1,4 @@
-"""What tells the blocks of one TensorRT-LLM from those of another."""
+"""The fields that separate the blocks of one TensorRT-LLM from those of another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fields() -> dict[str, str]:
-    """What names blocks."""
+    """Return the fields that name blocks."""
     pages = names.pages_of({"kv": torch.zeros(4, 2, 2, 8)})
     layout = names.layout_of(args_of(), pages, tokens=16, ranks=1, fingerprint="w")
     return dict(layout.fields)

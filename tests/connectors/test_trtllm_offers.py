@@ -20,7 +20,7 @@ WHOLE = len(PROMPT) // BLOCK
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    """An engine whose cache has the prompt's blocks."""
+    """Return an engine with the prompt's blocks in its cache."""
     path = tmp_path / "stack.yaml"
     path.write_text("model: {fingerprint: w}\narena: {size: 8 MiB}\ntiers: [{type: host}]\n")
     monkeypatch.setenv(STACK, str(path))
@@ -43,7 +43,7 @@ def asked(engine: Executor, own: int = 0) -> SimpleNamespace:
 def loaded(
     engine: Executor, request: SimpleNamespace, *, position: int, step: int, pages: int = 13
 ) -> list[int]:
-    """Which blocks of the prompt a first step loads."""
+    """Return the blocks of the prompt that a first step loads."""
     pool, ids = engine.ranks[0].pool, engine.free[:pages]
     pool[ids] = float("nan")
     engine.step([RequestData(request.request_id, PROMPT, ids, position, step)], [])

@@ -37,7 +37,7 @@ class Said(Notices):
 
 
 class Runs:
-    """What runs where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""LoRA adapters that change under one name and path: what is stored is of what was in memory."""
+"""LoRA adapters that change under one name and path: blocks are named by the adapter in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Start = Callable[..., Simulation]
 
 @pytest.fixture
 def start(tmp_path: Path, registered: None) -> Iterator[Start]:
-    """Engines with the adapter ``a``, whose content is 1."""
+    """Return a function that starts engines with the adapter ``a``, of content 1."""
     del registered
     found: list[Simulation] = []
 
@@ -57,7 +57,7 @@ def start(tmp_path: Path, registered: None) -> Iterator[Start]:
 
 
 def hits(one: Simulation, seed: int = 1, *, adapter: str | None = "a", keep: bool = False) -> int:
-    """How many tokens of a prompt come from the connector; vLLM's own cache emptied, or kept."""
+    """Return a prompt's tokens from the connector, with vLLM's cache emptied or kept."""
     if not keep:
         one.reset()
     before = one.hits
@@ -133,12 +133,12 @@ def test_what_two_adapters_made_together_is_not_saved(
     assert hits(one) == 0
     one.reset()
     one.add([*prompt(1), *one.answers[request]], adapter="a")
-    one.run()  # which checks that what follows was not saved under the second one's name
+    one.run()  # it checks that later blocks were not saved under the second one's name
 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_files_that_vllm_reads_again_by_itself_count(start: Start, anew: bool) -> None:
-    """For each step of a request that asks for it, or because the adapter had to make way."""
+    """vLLM reads them for each step of a request, or after it has evicted the adapter."""
     one = start(adapters=1)
     one.server.put("b", 3)
     one.server.load("b", lazy=True)
@@ -155,7 +155,7 @@ def test_files_that_vllm_reads_again_by_itself_count(start: Start, anew: bool) -
 
 
 def test_adapters_that_take_turns_are_found_each_time(start: Start) -> None:
-    """With room for one, as vLLM has by default, each request has its adapter read again."""
+    """With room for one adapter, vLLM's default, each request reads its adapter again."""
     one = start(adapters=1)
     for name, content in zip(NAMES, (1, 2, 3), strict=True):
         one.server.put(name, content)
@@ -210,7 +210,7 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
 @pytest.mark.parametrize(
     ("kept", "pinned", "left"),
     [
-        ("", "", "bc"),  # the least recently used makes way
+        ("", "", "bc"),  # the least recently used one is evicted
         ("a", "", "ac"),
         ("", "a", "ac"),
         ("ab", "", "ab"),
@@ -237,7 +237,7 @@ def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
 
 
 def test_an_adapter_that_was_another_one_for_a_while_has_left_its_traces(start: Start) -> None:
-    """No request began with it, but one went on, and what it computed is in vLLM's own cache."""
+    """No request began with it, but one continued with it, and vLLM's own cache has the result."""
     one = start(budget=8)
     one.server.load("a")
     request = one.add(prompt(1), adapter="a", length=60)
@@ -316,7 +316,7 @@ def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
 def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
     half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path
 ) -> None:
-    """Its request, which did not run yet, is computed by the adapter that is there now."""
+    """Its request did not run yet, so the adapter in memory computes it."""
     worker, loras, attach = half
     server = Server(tmp_path, [loras])
     server.put("a", 1)
@@ -377,7 +377,7 @@ def test_every_part_of_an_adapter_counts_but_its_number() -> None:
 def test_nothing_is_ever_read_that_another_adapter_wrote(
     start: Start, model: str, source: str, seed: int
 ) -> None:
-    """Adapters are replaced, loaded lazily, in place and anew, and evicted, amid all the rest."""
+    """Adapters are replaced, loaded lazily and in place, reloaded and evicted in between."""
     random = Random(f"adapters {model} {source} {seed}")
     given = HOST if source == "host" else moody(12, seed=seed)
     one = start(

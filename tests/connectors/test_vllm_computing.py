@@ -1,4 +1,4 @@
-"""How the connector finds out what computing takes, and waits for nothing that takes longer."""
+"""The connector measures compute time, and waits for no load that takes longer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = 40 * TOKENS
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that shows the time set."""
 
     now_s = 0.0
 
@@ -46,7 +46,7 @@ def state() -> Any:
 
 
 class Steps:
-    """Runs steps of a ``Computing`` and keeps what it tells."""
+    """Runs steps of a ``Computing`` and keeps its reports."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -119,11 +119,11 @@ def test_the_step_that_ended_is_reported_by_all_ranks_together() -> None:
 
 
 class TurnedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """It has none."""
+    """Options of a tier without any."""
 
 
 class TurnedTier(MemoryTier):
-    """A tier that is as fast as memory, until it is told to hang."""
+    """A tier as fast as memory, until the test makes it hang."""
 
     batch_max = 4
     hangs: ClassVar[bool] = False
@@ -161,7 +161,7 @@ def prompt(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
-    """The deadline of an hour is never reached: from the first measurement on nobody waits."""
+    """The deadline of an hour is never reached: a first measurement ends all waits."""
     source = {
         "arena": {"size": f"{100 * 4} KiB"},
         "fetch": {"budget": "100 %", "deadline": "1 h"},

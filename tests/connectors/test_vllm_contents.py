@@ -1,4 +1,4 @@
-"""Images in prompts: blocks are named by what is in them, from the first that holds one on."""
+"""Images in prompts name the blocks from the first block that holds one."""
 
 from __future__ import annotations
 

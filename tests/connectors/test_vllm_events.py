@@ -1,4 +1,4 @@
-"""vLLM's KV events tell what every level holds, in vLLM's own names, and reach who listens."""
+"""vLLM's KV events announce the blocks of every level under vLLM's hashes to listeners."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def serve(engine: Engine, tokens: Sequence[int]) -> Request:
 
 
 def taken(engine: Engine) -> list[Any]:
-    """All there is to tell."""
+    """Return all pending events."""
     events = engine.half.events
     found = [*events.take()]
     while events.pending:
@@ -88,7 +88,7 @@ def taken(engine: Engine) -> list[Any]:
 
 
 def replay(events: Sequence[Any], known: dict[str, set[bytes]] | None = None) -> Any:
-    """What a listener makes of it."""
+    """Return the listener's index after these events."""
     known = {"host": set(), "cold": set()} if known is None else known
     for event in events:
         level = known[PLACES[event.medium, event.ownership]]
@@ -180,7 +180,7 @@ def become(engine: Engine, content: bytes) -> None:
 
 
 def test_weights_that_change_take_their_names_with_them(engine: Engine) -> None:
-    """A listener finds under vLLM's hashes what this engine can serve just now, and no more."""
+    """A listener finds under vLLM's hashes only blocks that this engine can serve now."""
     known = replay(taken(engine))
     one = set(serve(engine, prompt(1)).block_hashes)
     replay(taken(engine), known)
@@ -244,7 +244,7 @@ def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
     assert not enabled(SimpleNamespace(kv_events_config=off))
 
 
-@pytest.mark.vllm  # whose context of sockets stays
+@pytest.mark.vllm  # its context of sockets stays
 def test_a_subscriber_of_vllms_publisher_fills_its_gap(engine: Engine) -> None:
     import zmq
     from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher

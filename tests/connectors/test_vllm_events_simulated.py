@@ -76,7 +76,7 @@ class Heard:
     def shutdown(self) -> None: ...
 
     def told(self, event: Any) -> list[tuple[Any, ...]]:
-        """Of each block its parent, tokens and kind."""
+        """Return the parent, tokens and kind of each block."""
         size = event.block_size
         parents = [event.parent_block_hash, *event.block_hashes]
         kind = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
@@ -87,7 +87,7 @@ class Heard:
         ]
 
     def keys(self) -> dict[str, set[bytes]]:
-        """Our keys of what the levels are said to hold."""
+        """Return kvladder's keys of the blocks that the levels announce."""
         marks = [group.mark for group in self.groups]
         return {
             level: {(int.from_bytes(one) ^ marks[group]).to_bytes(32) for one, group in names}

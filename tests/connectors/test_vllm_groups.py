@@ -1,4 +1,4 @@
-"""What is known of vLLM's groups agrees with what vLLM's own managers do."""
+"""The connector's model of vLLM's groups agrees with vLLM's own managers."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_a_request_whose_load_failed_computes_and_is_saved_anew(
     while state.lookup.state is not LookupState.COMPUTES:
         engine.step(64)
     assert engine.half.ask(request, 0) == (0, False)
-    assert engine.half.stats()["host"]["blocks"] == 0  # what cannot be used is forgotten
+    assert engine.half.stats()["host"]["blocks"] == 0  # unusable blocks are forgotten
     engine.run(steps_max=40)
     assert engine.loaded == 7  # it was tried, once
     engine.copiers[0].failing = 0.0
@@ -405,7 +405,7 @@ def test_a_block_pool_that_comes_after_the_start_is_refused(engines: list[Engine
 
 
 def test_a_start_that_fails_closes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its arena stays mapped, which ``conftest.py`` notices."""
+    """Otherwise its arena stays mapped, which ``conftest.py`` notices."""
     from kvladder.connectors.vllm import scheduler as module
 
     monkeypatch.setattr(module, "enabled", lambda _: True)

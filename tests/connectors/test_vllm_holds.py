@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             **options,
         )
         made.append(one)
-        one.add(prompt(9, 8))  # whose save has the ranks map the arena
+        one.add(prompt(9, 8))  # its save makes the ranks map the arena
         one.run()
         return one
 
@@ -75,7 +75,7 @@ def served(one: Simulation, *, tokens: int = WHOLE, seed: int = 1) -> str:
 
 
 def hits_of(one: Simulation, seed: int = 1) -> int:
-    """How many tokens of that request the cache has, once everything is copied."""
+    """Return the number of that request's tokens in the cache, once all copies have ended."""
     held(one, False)
     one.run()
     one.reset()

@@ -1,4 +1,4 @@
-"""The layout that is asked for is one with which vLLM starts: by its own planning of the cache."""
+"""vLLM starts with the requested layout: its own planning of the cache accepts it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def hybrid() -> Groups:
 
 
 def start(layout: str, groups: Groups, attention: Any) -> None:
-    """Plan, allocate and map a cache as vLLM does; raises what keeps vLLM from its start."""
+    """Plan, allocate and map a cache as vLLM does; raise the error that would end its start."""
     config = MagicMock()
     config.attention_config.hisparse_config = None
     config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
@@ -119,7 +119,7 @@ def start(layout: str, groups: Groups, attention: Any) -> None:
 def configured(
     size: int, attention: Any, *, known: str, given: bool = True, hybrid: bool = False
 ) -> Any:
-    """The configuration of an engine; ``known`` tells by which way its back end is."""
+    """Return the configuration of an engine; ``known`` selects how its back end is given."""
     layers = {"l0": SimpleNamespace(attn_backend=attention)} if known == "layers" else {}
     chosen = SimpleNamespace(get_class=lambda: attention) if known == "setting" else None
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What a rank has in memory: every tensor counts, packed ones too, and who writes is noticed."""
+"""The fingerprint of a rank's weights covers every tensor, and writes are noticed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvladder.errors import ConfigError
 
 
 class Packed(nn.Module):
-    """A linear layer as vLLM's on a CPU: its weights are in a place that nobody can look into."""
+    """A linear layer as vLLM's on a CPU, with packed weights that cannot be read."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Packed(nn.Module):
 
 
 class Layer(nn.Module):
-    """One of a model's layers, whose parts may be anything."""
+    """One of a model's layers; its parts may be of any kind."""
 
     attention: Any
     norm: Any

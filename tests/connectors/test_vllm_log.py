@@ -1,4 +1,4 @@
-"""What is logged inside vLLM: by whom it is printed, how much of it, and what is warned of."""
+"""Log lines inside vLLM: who prints them, how many there are, and the warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Printed(logging.Handler):
-    """What a handler is given."""
+    """Keeps the records of a handler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Printed(logging.Handler):
 
 @pytest.fixture
 def vllm_prints() -> Iterator[Printed]:
-    """In place of vLLM's handler, which only its own loggers have."""
+    """Replace vLLM's handler, which only its own loggers have."""
     logger, printed = logging.getLogger("vllm"), Printed()
     handlers, level, propagates = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [printed], False

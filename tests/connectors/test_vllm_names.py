@@ -1,4 +1,4 @@
-"""What names an engine's blocks: everything that it was given, but for lists with reasons."""
+"""The names of an engine's blocks cover all of its settings, except listed ones with reasons."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 def fields_of(**changes: Any) -> dict[str, str]:
-    """Names of an engine of which ``part__option`` is another one."""
+    """Return the names of an engine with another value of ``part__option``."""
     vllm_config, _ = configs()
     for name, value in changes.items():
         part, _, option = name.partition("__")
@@ -154,7 +154,7 @@ READERS = [
 
 
 def changed(folder: Path, name: str) -> bool:
-    """Whether the fields of a model's folder are others without a file, or with another one."""
+    """Return whether the fields of a model's folder change without a file, or with another one."""
     plain, before = folder_fields({"model": folder}), (folder / name).read_text()
     (folder / name).write_text(f"{before} changed")
     other = folder_fields({"model": folder}) != plain
@@ -167,7 +167,7 @@ def changed(folder: Path, name: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder with a file of each kind, but for what reads a tokenizer."""
+    """Return a model's folder with a file of each kind, except files that read a tokenizer."""
     for name in [*COUNTING, *SILENT, *TOKENIZER]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": 1, "quantization_config": {}}')
@@ -287,7 +287,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(model: Path, results: Path, *only: str, **env: str) -> dict[str, Any]:
-    """What ``arguments.py`` finds."""
+    """Return the results of ``arguments.py``."""
     paths = [Path(__file__).parent / "arguments.py", model, model.parent / "other", results]
     command = [sys.executable, *map(str, paths), *only]
     given = environment(VLLM_TARGET_DEVICE="cpu", **env)
@@ -322,7 +322,7 @@ def test_each_engine_argument_names_the_blocks_or_stands_on_the_page(
 
 
 def tree(value: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """By its name, an object of each of vLLM's classes of settings in a configuration."""
+    """Return an object of each of vLLM's classes of settings in a configuration, by name."""
     if is_dataclass(value) and not hasattr(value, "to_dict") and type(value).__name__ not in found:
         found[type(value).__name__] = value
         for field in fields(value):
@@ -345,7 +345,7 @@ def test_each_field_of_vllms_configuration_names_the_blocks_or_is_left_out() -> 
     for kind, part in found.items():
         parent = SimpleNamespace(part=part, speculative_config=drafts)
         above = whole if part is whole else parent
-        if kind == "ModelConfig":  # which is asked for more than its fields
+        if kind == "ModelConfig":  # more than its fields is read of this one
             part.__dict__.update({field.name: None for field in fields(part)})
         plain = vllm_fingerprint.settings(above)
         for field in fields(part):

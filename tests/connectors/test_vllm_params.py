@@ -1,4 +1,4 @@
-"""What a request of vLLM may say of its blocks, and what becomes of what is wrong."""
+"""The parameters that a vLLM request may set for its blocks, and the handling of wrong ones."""
 
 from __future__ import annotations
 

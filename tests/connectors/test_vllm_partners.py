@@ -1,4 +1,4 @@
-"""What vLLM's MultiConnector does to a connector that is not alone."""
+"""A connector beside others under vLLM's MultiConnector."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_computed_on_a_failed_load_of_another_is_not_kept(seed: int) ->
     engine.step(budget=12)
     assert request.num_computed_tokens == TOKENS  # the block is computed again
     engine.run()
-    for _ in range(2):  # of the first, blocks may be missing whose saves were given up
+    for _ in range(2):  # the first request may lack blocks whose saves were abandoned
         engine.loaded = 0
         engine.add(tokens)
         engine.run()
@@ -99,7 +99,7 @@ def test_a_request_that_another_connector_brings_is_looked_for_once_that_failed(
     request = engine.add(tokens, kv_transfer_params=brought)
     assert engine.half.ask(request, 0) == (0, False)
     assert not engine.half._answers.pins
-    brought["do_remote_prefill"] = False  # as NixlConnector says once it has tried
+    brought["do_remote_prefill"] = False  # NixlConnector sets this once it has tried
     engine.run()
     assert engine.loaded == 29 // TOKENS
     engine.close()
@@ -112,7 +112,7 @@ def test_a_producer_saves_and_a_consumer_loads_and_saves_what_says_so(tmp_path: 
     blocks = 29 // TOKENS
 
     def twice(role: str, *, params: object = None) -> list[int]:
-        """How many blocks each of two prompts finds, the second time that they are given."""
+        """Return how many blocks each of two prompts finds when it is given a second time."""
         engine = Engine(source, role=role)
         found: list[int] = []
         for prompt in (tokens, more, tokens, more):

@@ -1,4 +1,4 @@
-"""How the parts of ranks lie in a slot, and who copies which."""
+"""The layout of the ranks' parts in a slot, and which rank copies which."""
 
 from __future__ import annotations
 

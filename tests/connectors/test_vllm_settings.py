@@ -1,4 +1,4 @@
-"""What the vLLM connector accepts and refuses at start, and what its blocks are named by."""
+"""Settings that the vLLM connector accepts and refuses at start, and the names of its blocks."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def swapped_link(folder: Path) -> None:
 def test_weights_are_refused_that_were_replaced_since_the_process_began(
     tmp_path: Path, named: str, change: Callable[[Path], None]
 ) -> None:
-    """The engine reads them at some time between; what it has then is not known."""
+    """The engine reads them at an unknown time in between, so its weights are not known."""
     for name, content in (("m", b"\1"), ("other", b"\2")):
         file = safetensors(tmp_path / name / "model.safetensors", {"a": content * 9000})
     (tmp_path / "link").symlink_to(tmp_path / "m")
@@ -391,7 +391,7 @@ def test_an_adapter_that_is_scaled_otherwise_is_another_one(tmp_path: Path, cach
 
 
 def test_the_files_that_an_engine_loads_count_and_no_others(tmp_path: Path, cache: Path) -> None:
-    """Those beside the configuration, not what a trainer has left beside or below them."""
+    """Files beside the configuration count; a trainer's other files beside or below them do not."""
     for name in ("training_args.bin", "optimizer.pt", "checkpoint-500/adapter_model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"old")

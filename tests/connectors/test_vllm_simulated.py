@@ -28,7 +28,7 @@ HOST: dict[str, Any] = {"host": "1 MiB"}
 
 
 def moody(slots: int, *, seed: int = 0, mood: float = 0.1) -> dict[str, Any]:
-    """So many slots on the host, more below; a slot takes a page of memory."""
+    """Return a stack with this many host slots and more below; a slot takes a page of memory."""
     return {
         "arena": {"size": f"{4 * slots} KiB"},
         "fetch": {"budget": "100 %", "deadline": "100 ms"},
@@ -80,7 +80,7 @@ def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
 def test_an_engine_sleeps_and_finds_its_blocks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the hooks that vLLM calls for it, where it has them; all of them, or none."""
+    """The test calls vLLM's hooks for sleep where it has them: all of them, or none."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     hooks = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}

@@ -1,4 +1,4 @@
-"""vLLM is told where the tokens of a hit came from, and all of them."""
+"""vLLM learns the source of every token of a hit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def load(engine: Engine, request: Request, *, own: int) -> int:
-    """Have what follows the first ``own`` tokens loaded; how many tokens that are."""
+    """Load the blocks after the first ``own`` tokens; return the number of loaded tokens."""
     half = engine.half
     half.arrived(request)
     until(lambda: half.ask(request, own)[0] is not None)

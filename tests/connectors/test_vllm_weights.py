@@ -1,4 +1,4 @@
-"""Names follow the weights in memory: reloads that are noticed or told by a reset, and ranks."""
+"""Names follow the weights in memory: reloads noticed or announced by a reset, and ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start() -> Iterator[Start]:
 
 
 def loaded(engine: Engine, prompt: list[int] = PROMPT) -> int:
-    """How many blocks a request for this prompt gets from the cache."""
+    """Return how many blocks a request for this prompt gets from the cache."""
     before = engine.loaded
     engine.add(prompt, length=len(prompt) + 1)
     engine.run()

@@ -1,7 +1,7 @@
-"""META and the index log when any of their bytes is damaged, or they are lost; and two processes.
+"""META and the index log with any damaged byte, or lost; and two processes.
 
-The law: every block is found again, but for one whose own record is damaged; nothing is served that
-was not stored, and the capacity is kept by all processes together, whenever one of them ends.
+The law: every block is found again, except one with a damaged record of its own. Only stored bytes
+are served. All processes together keep the capacity, whenever one of them ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lived(seed: int = 0) -> Machine:
 
 
 async def missed(machine: Machine) -> int:
-    """Of the blocks that were promised, how many are not found."""
+    """Return how many of the promised blocks are not found."""
     tier, recovered = await machine.open()
     found = {(item.key, item.place) for item in recovered}
     assert found <= machine.model.asked
@@ -100,7 +100,7 @@ def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "tear"])
 def test_one_of_two_processes_ends_at_every_call(mode: Mode) -> None:
-    """It dies, and its directory is free: the other one goes on, and the next one takes it back."""
+    """Its directory is free after its death: the other process continues, a third takes it."""
 
     async def both(one: Machine, other: Machine) -> None:
         first, _ = await one.open(engines=2, capacity=CAPACITY // 2)

@@ -41,7 +41,7 @@ def before(disk: FakeDisk) -> None:
 
 
 class CodedMachine(Machine):
-    """Its blocks are compressed and encrypted, and leave out the end of their slots."""
+    """A machine with compressed and encrypted blocks, which leave the end of their slots empty."""
 
     def wrap(self, tier: FilesTier) -> Any:
         return CodedTier(tier, [ZstdCodec(), AesGcmCodec()])

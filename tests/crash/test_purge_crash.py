@@ -65,7 +65,7 @@ def filled(seed: int = 0) -> Salted:
 
 
 def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
-    """Of which blocks anything that tells them apart is in a segment."""
+    """Return the blocks that have identifying bytes in a segment."""
     home = f"{machine.home}/seg-"
     raw = b"".join(
         machine.disk.content(path)
@@ -78,7 +78,7 @@ def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
 
 
 async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
-    """What a tier finds; ``blue`` None if the disk may have lost blocks that stay."""
+    """Check which blocks a tier finds; ``blue`` is None if the disk may have lost some."""
     tier, recovered = await machine.open()
     keys = {item.key for item in recovered}
     assert red or not keys & {key(number) for number in (*RED, GONE[0])}
@@ -146,7 +146,7 @@ async def reuse(machine: Machine) -> None:
 
 
 async def erase(machine: Machine) -> None:
-    """What a running cache does for a purge."""
+    """Erase blocks as a running cache does in a purge."""
     red = salt_digest(machine.space, "red")
     tier, recovered = await machine.open()
     await tier.remove([Ref(one.key, one.place) for one in recovered if one.facts.salt == red])
@@ -208,7 +208,7 @@ def test_a_running_cache_compares_blocks_with_their_headers_once() -> None:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("salt", ["red", None])
 def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
-    """A purge that does not do all of it says so."""
+    """An incomplete purge reports an error."""
     for number in count(1):
         machine = filled()
         disk = machine.disk
@@ -247,7 +247,7 @@ def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
 
 
 def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> None:
-    """A log that is written anew meanwhile must not bring back what a purge reported as gone."""
+    """A log being rewritten must not bring back blocks that a purge reported as gone."""
     machine = filled()
 
     async def work() -> None:

@@ -24,7 +24,7 @@ FACTS = Facts(70, 60, 123.5, b"8 bytes.", 3)
 
 
 class Recording:
-    """Answers of a cache, and what it was asked."""
+    """Answers like a cache, and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -150,7 +150,7 @@ async def test_what_the_cache_raises_is_raised_over_there() -> None:
 
 
 class Slots(Recording):
-    """Grants the slots that lengths say."""
+    """Grants the slots given as lengths."""
 
     async def grant(self, *arguments: Any) -> list[int]:
         lengths: list[int] = arguments[3]

@@ -1,4 +1,4 @@
-"""The port of an exporter: who connects without a key."""
+"""The port of an exporter: connections without a key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALVES = b"", GREETING[:12], GREETING
 
 @asynccontextmanager
 async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
-    """A listener that answers pings, and what connects to it with a key."""
+    """Open a listener that answers pings, and a client with a key."""
     server, client = (read_keys(str(path)) for path in make_keys(folder))
 
     def answer(peer: bytes, data: bytes, rights: Rights) -> None:
@@ -52,7 +52,7 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
 
 
 def strangers(port: int, count: int) -> list[socket.socket]:
-    """Connections that say nothing, half of a greeting, or one without a key."""
+    """Return connections that are silent, send half a greeting, or have no key."""
     made: list[socket.socket] = []
     for number in range(count):
         one = socket.socket()

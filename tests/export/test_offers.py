@@ -1,4 +1,4 @@
-"""What a cache offers to others, without the network between them."""
+"""The blocks that a cache offers to others, without the network between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache's process and the one that serves its clients: what passes between, and who outlives."""
+"""A cache's process and its export process: their messages, and the death of either."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHILD = "tests.export.scripted"
 
 
 class Served:
-    """A cache without an engine, whose exporter does what it is asked by files."""
+    """A cache without an engine; its exporter follows orders in files."""
 
     def __init__(self, folder: Path, **tiers: Any) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Served:
         return request.with_suffix(".answer")
 
     def told(self, verb: str, *numbers: int) -> Any:
-        """What the process answers."""
+        """Return the answer of the process."""
         answer = self.ask(verb, *numbers)
         until(answer.exists)
         return msgspec.json.decode(answer.read_bytes())

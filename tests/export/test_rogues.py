@@ -1,4 +1,4 @@
-"""Clients that have the keys and keep to no rule: what they cannot do to others, over real NIXL."""
+"""Clients that have the keys and break every rule cannot harm others, over real NIXL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server: Server, folder: Path, space: bytes = SPACE, keys: str = "clie
 
 
 def told(client: Rogue, call: str, *arguments: Any) -> Any:
-    """What a client is answered; on a new connection if the server found it silent for too long."""
+    """Return the answer to a client, on a new connection if the server dropped the old one."""
     found: list[Any] = []
 
     def is_answered() -> bool:

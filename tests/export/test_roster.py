@@ -205,7 +205,7 @@ def test_no_repr_tells_the_user() -> None:
 
 
 class Found(Engine):
-    """An engine that finds who is there."""
+    """An engine that finds far ends by the list."""
 
     def __init__(self, redis: str, keys: Path, **more: Any) -> None:
         level = {"name": "far", "type": "nixl", "roster": redis, "capacity": "64 MiB"}
@@ -214,10 +214,10 @@ class Found(Engine):
         self._next = 1000
 
     def sees(self, there: int) -> bool:
-        """Whether it has so many far ends, as far as it knows since it last used them."""
+        """Return whether it has this number of far ends, as of its last use of them."""
         self._next += BLOCKS
         self.save(self._next)
-        self.cache.remove(self.keys(self._next))  # so that however often it is asked, there is room
+        self.cache.remove(self.keys(self._next))  # so that there is room for every call
         until(self.cache.idle)
         return bool(self.stats().get("far_ends_connected") == self.stats()["far_ends"] == there)
 

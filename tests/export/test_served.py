@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Engine:
-    """A cache with a level that others share; what it saves is told by the keys."""
+    """A cache with a shared level; the bytes of its blocks follow from their keys."""
 
     def __init__(
         self, *levels: dict[str, Any], salt: str = "", blocks: int = BLOCKS, **more: Any
@@ -70,7 +70,7 @@ class Engine:
         until(self.cache.idle)
 
     def load(self, first: int = 0) -> list[str]:
-        """Where each block of a prefix came from; they are what was saved."""
+        """Return the source of each block of a prefix, after a comparison with the saved bytes."""
         keys = self.keys(first)
         fetch = self.cache.fetch(keys, salt=self._salt)
         fetch.wait()
@@ -80,7 +80,7 @@ class Engine:
         return fetch.sources
 
     def forget(self) -> None:
-        """Empty host: what is loaded next comes from below."""
+        """Empty host, so that the next load comes from below."""
         self.cache.reset()
         until(lambda: not self.cache.resetting)
 
@@ -95,7 +95,7 @@ class Engine:
 
 
 def all_come(engine: Engine) -> bool:
-    """Whether each block comes from the far end; what came before is forgotten."""
+    """Return whether each block comes from the far end, after host was emptied."""
     engine.forget()
     return engine.load() == ["far"] * BLOCKS
 

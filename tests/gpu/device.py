@@ -1,4 +1,4 @@
-"""A small engine with real KV tensors over a device cache: what it is served is checked."""
+"""A small engine with real KV tensors over a device cache; it checks the served bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in virtual time over a simulated device: its forward passes check what they read."""
+"""An engine in virtual time over a simulated device; its forward passes check their reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fp8() -> list[Tensors]:
 
 
 def hybrid() -> list[Tensors]:
-    """Two groups over one memory: layers of attention, and a state in as many bytes of a page."""
+    """Return two groups over one memory: attention layers, and a state with the bytes of a page."""
     memory = torch.zeros(2 * BLOCKS, 1024, dtype=torch.uint8)
     attention = {f"layer{i}": memory[i::2].view(torch.bfloat16) for i in range(2)}
     return [attention, {"state": torch.zeros(BLOCKS, 700, dtype=torch.uint8)}]
@@ -64,9 +64,9 @@ LAYOUTS = [lbhnc, blhnc, latent, fp8, hybrid]
 
 @dataclass
 class Engine:
-    """An engine's host thread, what its device does, and what every block ought to hold.
+    """An engine's host thread, its device, and the expected content of every block.
 
-    ``here`` is what each block holds once the device has done all that it was told.
+    ``here`` is the content of each block once the device has executed all its work.
     """
 
     random: Random
@@ -82,7 +82,7 @@ class Engine:
     number: int = 0
 
     def forward(self, seconds: float, reads: Sequence[Place], writes: Sequence[Place]) -> None:
-        """Launch a forward pass, behind the saves that still read what it writes."""
+        """Launch a forward pass, ordered after the saves that still read the blocks it writes."""
         self.copier.fence(self._saving(writes))
         held = {place: self.here[place] for place in reads}
         made = {place: self._next() for place in writes}
@@ -112,7 +112,7 @@ class Engine:
     def load(
         self, group: int, slots: Sequence[Slot], blocks: Sequence[int], *, sync: bool
     ) -> JobId:
-        """Begin to load slots; the next forward pass reads what is loaded ``sync``."""
+        """Begin to load slots; with ``sync`` the next forward pass reads them."""
         contents = [self.stored.pop(slot)[1] for slot in slots]
         self.copier.fence(self._saving([(group, block) for block in blocks]))
         for block in blocks:
@@ -126,7 +126,7 @@ class Engine:
     def by_layer(
         self, group: int, slots: Sequence[Slot], blocks: Sequence[int], seconds: float
     ) -> JobId:
-        """Load slots for a forward pass whose layers wait each for its own part, and check it."""
+        """Load slots layer by layer for a forward pass that waits for each layer, and check it."""
         contents = [self.stored.pop(slot)[1] for slot in slots]
         places = [(group, block) for block in blocks]
         self.copier.fence(self._saving(places))
@@ -148,7 +148,7 @@ class Engine:
                 self.wrong.append("a layer read")
 
     def poll(self) -> list[Finished]:
-        """Take in what ended."""
+        """Process ended jobs."""
         ended = self.copier.poll()
         for finished in ended:
             job, contents = self.jobs.pop(finished.id)
@@ -164,7 +164,7 @@ class Engine:
         return ended
 
     def settle(self) -> None:
-        """Let everything end; then every block holds what it should."""
+        """Let all work end, and check the content of every block."""
         self.device.settle()
         self.poll()
         for place, content in self.here.items():
@@ -209,7 +209,7 @@ class Engine:
             self.forward(self.random.choice([1e-3, 0.05, 0.5]), reads, writes)
 
     def both_ways_at_once(self) -> None:
-        """Save and load at the same instant, and look again and again for what has ended."""
+        """Save and load at the same instant, and poll repeatedly for ended jobs."""
         self.settle()
         self.stored.clear()
         group = self.random.choice([*self.parts])

@@ -1,4 +1,4 @@
-"""What is wrong raises its named error, and nothing has changed."""
+"""Bad input raises its named error and changes nothing."""
 
 from __future__ import annotations
 

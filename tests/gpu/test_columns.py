@@ -1,4 +1,4 @@
-"""The loops in C do what those in Python do."""
+"""The loops in C give the same results as those in Python."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def native(tmp_path_factory):
 
 
 def outcome(call, arguments):
-    """What a call returns or raises, and what it makes of its arguments."""
+    """Return the result or error of a call, and its changes to its arguments."""
     try:
         result = call(*arguments)
     except (IndexError, KeyError, TypeError, ValueError) as error:

@@ -76,7 +76,7 @@ def by_staging(pages: BlockPages, arena: Arena, offset: int) -> Copier:
 
 
 def streams(parts: Parts, arena: Arena, device: FakeDevice, **options: int) -> StreamCopier:
-    """A copier whose arena is registered, and whose tensors are the device's."""
+    """Return a copier with a registered arena and tensors of the device."""
     for part in by_group(parts).values():
         for page in part.pages.pages:
             device.own(page.view)
@@ -109,7 +109,7 @@ def as_bytes(tensors: Tensors, block: int) -> bytes:
     for tensor in tensors.values():
         whole = tensor.reshape(BLOCKS, -1, *tensor.shape[1:])[block]
         if not tensor.is_contiguous() and tensor.stride(1) < tensor.stride(2):
-            whole = whole.transpose(-2, -3)  # memory order is what is stored
+            whole = whole.transpose(-2, -3)  # the bytes are stored in memory order
         parts.append(whole.contiguous().view(torch.uint8).flatten().numpy().tobytes())
     return b"".join(parts)
 
@@ -131,7 +131,7 @@ def test_what_is_offloaded_comes_back_into_other_blocks(
     pages = BlockPages.of(tensors, blocks=BLOCKS)
     copier = make(pages, arena, 128)
     before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
-    pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two that are none
+    pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two single blocks
     run(copier, job(1, "offload", pairs), pages.block_bytes)
     for block, slot in pairs.items():
         assert bytes(arena.view(Slot(slot))[128 : 128 + pages.block_bytes]) == before[block]
@@ -197,7 +197,7 @@ def test_memory_that_was_given_back_is_found_where_it_is_taken_again(
     storage = kv.untyped_storage()
     before, size = kv.data_ptr(), storage.nbytes()
     storage.resize_(0)
-    taken = [torch.empty(size, dtype=torch.uint8)]  # what lay there lies elsewhere afterwards
+    taken = [torch.empty(size, dtype=torch.uint8)]  # it has moved afterwards
     storage.resize_(size)
     while kv.data_ptr() == before and len(taken) < 100:
         storage.resize_(0)
@@ -308,7 +308,7 @@ class OneAtATime(Stepwise):
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         for steps in super()._steps(job):
             del steps
-            yield ()  # nobody is woken before the job is over
+            yield ()  # no waiter is woken before the job has ended
 
 
 class OnWait(threading.Condition):

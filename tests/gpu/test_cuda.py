@@ -1,4 +1,4 @@
-"""What is told to CUDA's libraries, which are played here: arguments, order of choice, refusals."""
+"""Calls to CUDA's libraries, which are simulated here: arguments, order of choice, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_CONTEXT = 201
 
 
 class Driver:
-    """The driver's library: copies at once, and says what it was asked for."""
+    """The driver's library: copies at once, and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -73,7 +73,7 @@ class Driver:
 
 
 class Torch:
-    """torch.cuda: who is current, and nothing else."""
+    """torch.cuda: the current device, and nothing else."""
 
     def __init__(self) -> None:
         self.current: list[Any] = []
@@ -219,7 +219,7 @@ def test_registering_asks_the_driver_whose_refusals_leave_nothing_behind(driver:
 
 
 def test_a_new_thread_enters_the_devices_context_before_it_asks_the_driver(driver: Driver) -> None:
-    """Also on the first device, of which torch makes no context current: it is there already."""
+    """Also on the first device: torch makes no context current there, since one exists already."""
     device = opened()
     refused: list[str] = []
 

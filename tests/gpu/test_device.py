@@ -370,7 +370,7 @@ def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
     source = stack(files(tmp_path, when="evict"), slots=4)
     with model({**source, "arena": {"size": 4 * 4096, "reserve": 0}}) as engine:
         engine.run(range(100, 116))
-        engine.evict()  # and nobody has written it down yet
+        engine.evict()  # not yet written to files
         assert engine.cache.stats()["files"]["blocks"] == 0
         engine.run(range(16))
         engine.run(range(200, 216))
@@ -514,7 +514,7 @@ def test_what_requests_without_a_session_use_outlasts_it() -> None:
         prefix(engine, range(50, 62), "a")
         engine.run(range(50, 54))  # and used later
         engine.evict()
-        prefix(engine, range(50, 62), "a")  # what comes back for it remains its own
+        prefix(engine, range(50, 62), "a")  # blocks loaded for it remain its own
         running = engine.begin(range(13))
         engine.cache.end_session("a")
         engine.compute(running)

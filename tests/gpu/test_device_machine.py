@@ -61,7 +61,7 @@ TOKENS = st.sampled_from([13, 9, 5, 18, 8, 3]).map(lambda count: [0] * count) | 
 
 
 class LateCopier(Copier):
-    """Copies a job when it is told to, whatever became of its slots meanwhile."""
+    """Copies a job when the test asks for it, whatever happened to its slots."""
 
     def __init__(self, cache: SimCache, device: Sequence[list[bytearray]]) -> None:
         self._arena = cache.arena
@@ -148,7 +148,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.asked: dict[tuple[tuple[int, ...], str, Extra], None] = {}
 
     def follow(self, events: PoolEvents) -> OnDevice | None:
-        """Return what hears of a pool for those that follow it; here nobody does."""
+        """Return the listener of a pool for its followers; here there are none."""
         del events
         return None
 
@@ -216,7 +216,7 @@ class DeviceMachine(RuleBasedStateMachine):
             self.live.append(request)
 
     def may_refuse(self, error: OutOfBlocks, tokens: int, running: list[Request]) -> None:
-        """What fits pools in which nothing but ``running`` is under way has to be admitted."""
+        """A prompt that fits pools in which only ``running`` is active must be admitted."""
         fits = all(
             -(-tokens // group.block_tokens) <= pool.blocks
             for group, pool in zip(self.groups, self.cache.pools, strict=True)
@@ -234,7 +234,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.run(request)
 
     def run(self, request: Request) -> None:
-        """Compute what a request has not got, if its blocks are there."""
+        """Compute the missing tokens of a request if its blocks have arrived."""
         if request.arriving or request.lost:
             return
         for group, copy in request.copies:
@@ -366,7 +366,7 @@ class DeviceMachine(RuleBasedStateMachine):
         assert all(one.lost and not one.ready for one in self.live)
         assert not any(pool.cached for pool in self.cache.pools)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def sound(self) -> None:
@@ -410,9 +410,9 @@ class DeviceMachine(RuleBasedStateMachine):
 
 
 class PartialGroups(DeviceMachine):
-    """Several groups, or one behind a window, with partial matches and little room.
+    """Several groups, or one with a window, with partial matches and little room.
 
-    Without troubles and without what is left out of most runs, so that requests meet.
+    It omits troubles and rare steps, so that requests share more blocks.
     """
 
     trouble = remove = purge = reset = rename = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Device memory that is given back while nobody needs it, and taken again; bytes are checked."""
+"""Device memory that an idle engine gives back and takes again; the bytes are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = {"arena": {"size": 64 * 4096, "reserve": 0}, "tiers": [{"type": "host"}]}
 
 
 def serve(engine: Model, tokens: Sequence[int]) -> int:
-    """As ``Model.run``, once there is room."""
+    """Call ``Model.run`` once there is room."""
     while True:
         try:
             return engine.run(tokens)
@@ -108,7 +108,7 @@ def test_no_other_share_can_be_kept(share: float) -> None:
 
 
 class Elsewhere(Model):
-    """An engine whose memory is a part of something else."""
+    """An engine whose memory is part of a larger tensor."""
 
     def allocate(self, group: int, blocks: int) -> dict[str, torch.Tensor]:
         size = self.groups[group].block_tokens

@@ -195,7 +195,7 @@ def test_views_are_told_by_layer_and_state() -> None:
 
 @pytest.mark.parametrize("heads", [8, 2, 1])
 def test_blocks_are_as_large_as_the_heads_of_keys_and_values(heads: int) -> None:
-    """As many query heads as the model may have."""
+    """The number of the model's query heads does not matter."""
     plan = planned(Layer("0", heads, 64, "float16"), Layer("1", heads, 64, "float16"))
     plan.check().group().size(1 << 20)
     [pool] = plan.pools

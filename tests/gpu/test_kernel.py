@@ -48,7 +48,7 @@ def test_runs_are_moved_and_nothing_else_is_written(
 
 @pytest.mark.slow
 def test_it_compiles_for_a_device_that_is_not_here() -> None:
-    """The interpreter takes what the compiler refuses, such as other names of the module."""
+    """The interpreter accepts code that the compiler refuses, such as other names of the module."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)

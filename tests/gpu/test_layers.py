@@ -71,7 +71,7 @@ def test_a_forward_pass_begins_when_its_first_layer_is_there(
 
 
 def filled(engine: Engine) -> Engine:
-    """An engine whose first four slots hold blocks."""
+    """Return an engine with blocks in its first four slots."""
     engine.forward(0.1, [], [(0, block) for block in range(4)])
     engine.save(0, range(4), [*map(Slot, range(4))])
     engine.settle()
@@ -154,7 +154,7 @@ def test_pages_that_are_large_are_copied(start: Start) -> None:
 
 
 class Careless(StreamCopier):
-    """A kernel for all small runs, registered or not; or one whose runs nobody keeps."""
+    """A kernel for all small runs, registered or not; or one that does not keep its runs alive."""
 
     forgets = False
 

@@ -44,7 +44,7 @@ class OrderMachine(RuleBasedStateMachine):
         return sum(self.rows.parent[n] == node for n in self.present)
 
     def victims(self) -> list[NodeId]:
-        """Who goes, in order, if all that can go does."""
+        """Return the order of eviction if every evictable node is evicted."""
         left, present, gone = dict(self.used), set(self.present), list[NodeId]()
         while True:
             leaves = [n for n in left if not any(self.rows.parent[m] == n for m in present)]

@@ -1,4 +1,4 @@
-"""What fits a pool that nobody else uses is admitted, whatever is cached in it."""
+"""A prompt that fits an otherwise unused pool is admitted, whatever is cached in it."""
 
 from __future__ import annotations
 

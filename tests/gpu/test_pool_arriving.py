@@ -11,7 +11,7 @@ from tests.gpu.engine import Engine
 
 
 def engine(partial: Partial, text: int = 8) -> Engine:
-    """The host holds a text of so many tokens, and nothing of it is on the device."""
+    """Return an engine with a text of this length in host, and nothing of it on the device."""
     made = Engine(12, host=8, delayed=True, rule=OffloadRule(min_priority=0), partial=partial)
     made.run(range(text))
     made.pool.evict(12)
@@ -26,7 +26,7 @@ def land(engine: Engine, *, ok: bool = True) -> None:
 
 
 def race(engine: Engine) -> tuple[KVSequence, KVSequence]:
-    """One computes what the other waits for, and is done first."""
+    """Let one request compute the blocks that the other waits for, and finish first."""
     ours = engine.sequences.begin(range(9), cached_max=0)
     theirs = engine.sequences.begin(range(9))
     assert theirs.waits

@@ -1,4 +1,4 @@
-"""Cases V: what is reported, and that it is enough to know the index."""
+"""Cases V: the reported events, which suffice to reconstruct the index."""
 
 from __future__ import annotations
 

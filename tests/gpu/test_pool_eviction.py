@@ -1,4 +1,4 @@
-"""Cases E: who goes first, who may be offloaded, and what a wrong call leaves alone."""
+"""Cases E: the order of eviction, offloadable blocks, and wrong calls that change nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_e6_priority_5_goes_before_priority_80() -> None:
 
 
 def test_all_blocks_of_the_lowest_priority_go_before_any_of_the_next() -> None:
-    """Whatever they were released after, and however many are asked for at once."""
+    """The order of release and the number of requested blocks do not matter."""
     engine = Engine(12)
     given = [80, 5, 35, 5, 80, 35, 5, 0, 100, 0, 5, 80]
     for number, priority in enumerate(given):

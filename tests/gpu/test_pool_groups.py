@@ -229,7 +229,7 @@ def test_s7_a_prefix_goes_on_into_a_block_that_every_group_has_a_part_of(
         forget(engine, group, block)
     if tiered:
         engine.evict()
-    expected = copied if partial == "copy" or tiered else taken  # what is below is copied anyway
+    expected = copied if partial == "copy" or tiered else taken  # lower blocks are copied anyway
     assert engine.run([*range(prompt), 99]) == expected
     assert engine.run([*range(prompt), 98]) >= (0 if lost else expected // 4 * 4)
     engine.settle()
@@ -286,7 +286,7 @@ def test_s7_of_several_prefixes_by_brute_force() -> None:
 
 
 class Counted(list[int]):
-    """Counts what is read of it."""
+    """Counts its reads."""
 
     reads = 0
 

@@ -62,7 +62,7 @@ def test_a_host_block_gets_a_device_copy_when_somebody_computes_it_anew() -> Non
 
 
 def test_a_part_of_a_block_below_is_claimed_under_its_own_salt() -> None:
-    """The host checks the salt of each claim: it becomes the owner of what a shared tier has."""
+    """The host checks the salt of each claim: it becomes the owner of a shared tier's block."""
     engine = Engine(4, host=4, partial="copy")
     engine.run(range(8), salt="a")
     engine.pool.evict(2)
@@ -127,7 +127,7 @@ def test_o7_what_no_tier_takes_is_dropped_with_one_removed(host: int) -> None:
     engine = Engine(2, host=host, events_max=100, delayed=True)
     high = Retention((RetentionRange(0, None, 90),))
     engine.run(range(100, 104), retention=high)
-    engine.pool.evict(1)  # its copy is under way, so the host is full and cannot give way
+    engine.pool.evict(1)  # its copy is in flight, so the host is full and cannot evict it
     [key] = engine.keys(range(4))
     engine.run(range(4))
     engine.events.take()

@@ -1,4 +1,4 @@
-"""What an operator sees of the pools on a device: metrics, advice, a profiler's ranges."""
+"""An operator's view of the pools on a device: metrics, advice, a profiler's ranges."""
 
 from __future__ import annotations
 
@@ -171,5 +171,5 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
     assert ranges.ranged("poll") is ranges.ranged("onboard", 3)
     monkeypatch.setenv(ranges.PROFILERS[0], "/somewhere.so")
     ranges._nvtx.cache_clear()
-    ranges.ranged("poll")  # and on a machine without a device it is none, too
+    ranges.ranged("poll")  # without a device there is no profiler either
     ranges._nvtx.cache_clear()

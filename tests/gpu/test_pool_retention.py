@@ -1,4 +1,4 @@
-"""Cases R: priorities by token range, how long they last, and what they save."""
+"""Cases R: priorities by token range, their durations, and the blocks that they keep."""
 
 from __future__ import annotations
 

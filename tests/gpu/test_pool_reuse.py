@@ -1,4 +1,4 @@
-"""Cases U: what a prompt is served, and what is kept of it."""
+"""Cases U: the blocks that a prompt is served, and the blocks that it stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block is worth travels both ways between the device and the tiers, and is never stale."""
+"""Priorities travel both ways between the device and the tiers, and are never stale."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_floors_follow_every_change_of_a_priority() -> None:
         ]
 
 
-# ---- who said what
+# ---- the source of a priority
 
 
 def test_a_fork_that_rewinds_changes_nothing_for_the_others() -> None:

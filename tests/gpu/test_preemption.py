@@ -29,7 +29,7 @@ def model(*groups: Group, slots: int = 64, blocks: int = 12, **options: Any) -> 
 
 
 def running(engine: Model) -> Request:
-    """A request that generated three tokens, the last of which is not computed."""
+    """Return a request with three generated tokens; the last one is not computed."""
     request = engine.begin(range(13))
     for token in (50, 51, 52):
         engine.compute(request)

@@ -40,7 +40,7 @@ HOST = {"arena": {"size": 64 * 4096, "reserve": 0}, "tiers": [{"type": "host"}]}
 
 
 class Shared(Model):
-    """An engine whose groups share one memory, in regions of 8 tokens."""
+    """An engine with groups that share one memory, in regions of 8 tokens."""
 
     def __init__(self, source: Any, *groups: Group, regions: int = 24, context: int = 16) -> None:
         self.groups, self.device = groups, "cpu"
@@ -242,7 +242,7 @@ def test_a_region_does_not_go_back_at_once() -> None:
 
 
 class RebalanceMachine(RuleBasedStateMachine):
-    """Requests of two groups that share memory, between whose pools regions go at any time."""
+    """Requests of two groups that share memory; regions move between their pools at any time."""
 
     @initialize(
         tiers=st.sampled_from([False, False, True]), regions=st.integers(9, 20), wide=st.booleans()

@@ -1,7 +1,7 @@
-"""Copies on a simulated device: their order against compute, what the host waits for, its faults.
+"""Copies on a simulated device: their order against compute, the host's waits, and faults.
 
 An engine runs in virtual time: its forward passes write blocks for a while and read others, and
-check what they read. Each fault that a copier could have is put in, and found.
+check the bytes they read. Each possible fault of a copier is planted, and found.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NoFence(FakeDevice):
 
 
 class SavesAnyTime(FakeDevice):
-    """The driver may read what is saved before its turn."""
+    """A driver that may read the bytes of a save before its turn."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         super().copy(stream, batch._replace(steady=True))
@@ -129,7 +129,7 @@ def test_a_staging_buffer_for_both_directions_is_found(start: Start) -> None:
     assert any(run(start, lbhnc, device(), seed, copies=OneBuffer).wrong for seed in SEEDS)
 
 
-# ---- what the host does
+# ---- the host
 
 
 def test_a_job_is_one_call_whatever_its_size(start: Start) -> None:
@@ -345,7 +345,7 @@ def test_progress_is_told_in_a_few_lines(arena: Arena, caplog: pytest.LogCapture
 def test_registering_names_its_device(arena: Arena) -> None:
     class Unbound(FakeDevice):
         def bind(self) -> None:
-            """Whoever asks stays where a new thread is."""
+            """Stay in the thread that binds."""
 
     for device, found in ((FakeDevice(), {1}), (Unbound(), {0})):
         registration = pieces(arena, device, 4)
@@ -378,7 +378,7 @@ def test_closing_ends_the_registration_where_it_is(arena: Arena) -> None:
     assert arena.free == 9
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def test_a_job_that_the_device_refuses_fails_and_the_next_one_works(start: Start) -> None:

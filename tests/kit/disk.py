@@ -94,7 +94,7 @@ class FakeDisk(Disk):
         self.calls = 0
         """Calls made so far, ``close`` apart."""
         self.crash_at: int | None = None
-        """The call, counted from 1, in the middle of which the power goes."""
+        """The call, counted from 1, that the power loss interrupts."""
         self.fail_at: int | None = None
         """The call, counted from 1, that fails with ``fail_errno``."""
         self.fail_errno = errno.EIO
@@ -127,7 +127,7 @@ class FakeDisk(Disk):
         return False
 
     def crash(self, mode: Mode) -> None:
-        """Cut the power and turn it on again: see ``Mode`` for what is left."""
+        """Cut the power and turn it on again; ``Mode`` describes the remaining state."""
         files = {id(f): f for f in (*self._names.values(), *self._durable_names.values())}
         for file in files.values():
             if file is not _DIRECTORY:
@@ -150,7 +150,7 @@ class FakeDisk(Disk):
         self._on = True
 
     def _drop_orphans(self) -> None:
-        """Forget names whose directory is gone; a directory sorts before what is in it."""
+        """Forget names in deleted directories; a directory sorts before its entries."""
         for path in sorted(self._durable_names):
             if path not in self._roots and str(Path(path).parent) not in self._durable_names:
                 del self._durable_names[path]
@@ -183,7 +183,7 @@ class FakeDisk(Disk):
         self._names[str(path)].content[offset] ^= mask
 
     def content(self, path: Path) -> bytes:
-        """What a file holds as the process sees it."""
+        """Return the content of a file as the process sees it."""
         return bytes(self._names[str(path)].content)
 
     def put(self, path: Path, content: bytes) -> None:
@@ -206,12 +206,12 @@ class FakeDisk(Disk):
 
     @property
     def has_power(self) -> bool:
-        """Whether calls do anything; not from ``crash_at`` until ``crash``."""
+        """Return whether calls have an effect; they have none from ``crash_at`` until ``crash``."""
         return self._on
 
     @property
     def open_fds(self) -> int:
-        """How many descriptors are open."""
+        """The number of open descriptors."""
         return len(self._fds)
 
     def _call(self, name: str, path: str) -> bool:
@@ -388,7 +388,7 @@ class FakeDisk(Disk):
 
 def _apply(names: dict[str, _File], change: _Change) -> None:
     if change.gone and names.pop(change.gone, None) is None:
-        return  # a rename of what was never there
+        return  # a rename of a file that never existed
     if change.node is None:
         names.pop(change.path, None)
     else:
@@ -421,7 +421,7 @@ class InlinePool(BlockingPool):
         except PowerCut:
             task = asyncio.current_task()
             assert task is not None
-            task.add_done_callback(_ended)  # nobody may be left to ask a task in the background
+            task.add_done_callback(_ended)  # no caller may be left to ask a task in the background
             raise
         await asyncio.sleep(0)
         return results

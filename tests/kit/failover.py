@@ -77,7 +77,7 @@ class Users(Traffic):
                 self._came.append((self._saved_s[older], time.monotonic()))
 
     def served_s(self, since_s: float) -> float:
-        """Wait until the level has served what was saved since then; return when that was."""
+        """Wait until the level has served blocks saved since then; return the time of that."""
 
         def found() -> list[float]:
             self.check()
@@ -92,19 +92,19 @@ class Users(Traffic):
 
 
 class CacheLane(Lane):
-    """A cache over host and a level whose far ends fail while threads use it."""
+    """A cache over host and a level with failing far ends, used by threads."""
 
     name = ""
     level = ""
     """The type of the level, which is its name."""
     faults: Sequence[tuple[str, str]] = ()
-    """Whom something happens to, and what."""
+    """The target of each fault, and the fault."""
     block_bytes, blocks = 64 << 10, 12
-    """Of each block, and in each prefix."""
+    """The size of a block, and the number of blocks in a prefix."""
     timeout_s = 0.4
-    """Of each call of the level."""
+    """The timeout of each call of the level."""
     pause_s = 0.03
-    """Of each user between two turns: the far ends are to keep up, on a busy machine, too."""
+    """The pause of each user between two turns, so that far ends keep up on a busy machine."""
 
     def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
         super().__init__(folder, figures, turn)
@@ -148,7 +148,7 @@ class CacheLane(Lane):
         await asyncio.to_thread(self._open)
 
     def _open(self) -> None:
-        with self._cache() as cache:  # what libraries have from now on, they keep
+        with self._cache() as cache:  # the memory that libraries allocate from now on stays
             self._use(cache)
         self._hold(BEFORE, None)
         self.cache = self._cache()
@@ -244,13 +244,13 @@ def is_master(server: RedisServer) -> bool:
 
 
 def is_linked(server: RedisServer) -> bool:
-    """Return whether a replica has what its master has."""
+    """Return whether a replica has its master's data."""
     said = ask(server, "INFO", "replication")
     return said is not None and said.get("master_link_status") == "up"
 
 
 class SentinelLane(CacheLane):
-    """A Redis server and its replica, of which Sentinels make the other one the primary."""
+    """A Redis server and its replica; Sentinels promote the replica."""
 
     name, level = "redis-sentinel", "redis"
     faults = (
@@ -281,7 +281,7 @@ class SentinelLane(CacheLane):
 
         def has_changed() -> bool:
             if case.fault == "SENTINEL FAILOVER" and not is_master(replica):
-                with suppress(redis.ResponseError):  # one goes on, or they find it too early
+                with suppress(redis.ResponseError):  # one continues, or they find it too early
                     self.sentinels[0].run("SENTINEL", "FAILOVER", "kv")
             return is_master(replica)
 
@@ -298,7 +298,7 @@ class SentinelLane(CacheLane):
         until(self._is_in_order, every_s=0.05)
 
     def _is_in_order(self) -> bool:
-        """Return whether all agree; the other server is told whose replica it is."""
+        """Return whether all agree; tell the other server its primary."""
         ports = {
             int(ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")[1])
             for sentinel in self.sentinels
@@ -353,7 +353,7 @@ class ClusterLane(CacheLane):
 
     @staticmethod
     def view(node: RedisServer) -> list[list[str]]:
-        """Return what a node says of each: name, address, flags, its primary's name, and more."""
+        """Return a node's view of each node: name, address, flags, its primary's name, and more."""
         said = ask(node, "CLUSTER", "NODES") or b""
         return [row.split() for row in said.decode().splitlines()]
 
@@ -452,7 +452,7 @@ class ClusterLane(CacheLane):
 
 
 class ObjectLane(CacheLane):
-    """A server of S3 behind a proxy that does to requests what networks and servers do."""
+    """An S3 server behind a proxy that applies the faults of networks and servers to requests."""
 
     name, level = "object", "object"
     faults = tuple(("requests", fault) for fault in FAULTS)

@@ -1,4 +1,4 @@
-"""How the cache of a simulated run is built: small, and with every limit within reach."""
+"""The settings of a simulated run's cache: small, with every limit within reach."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LevelKnobs:
 
 
 def _shares(blocks: int) -> Shares:
-    """Half of so many blocks for each salt, and for raised ones; a quarter for those of one."""
+    """Return shares: half of these blocks for each salt and for raised ones, a quarter for both."""
     return Shares(max(1, blocks // 2), max(1, blocks // 2), max(1, blocks // 4))
 
 

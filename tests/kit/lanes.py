@@ -1,4 +1,4 @@
-"""What trials have in common: cases, figures, and lanes in which one follows the other."""
+"""The common parts of trials: cases, figures, and lanes that run one trial after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEFORE, FIRST, LAST, CLOSED = "before", "after the first round", "after the last
 
 
 class Case(NamedTuple):
-    """What happens to which process or server, while what is under way."""
+    """A fault of a process or server during transfers."""
 
     tier: str
     victim: str
@@ -33,13 +33,13 @@ class Case(NamedTuple):
 
 
 def cases(tier: str, victims: Sequence[str]) -> list[Case]:
-    """Return all cases of a tier whose processes are killed and stopped."""
+    """Return all cases of a tier that kill or stop a process."""
     faults = "SIGKILL", "SIGSTOP"
     return [Case(tier, *one) for one in itertools.product(victims, faults, ("get", "put"))]
 
 
 class Held(NamedTuple):
-    """What this process has in use at a moment when nothing is under way."""
+    """The resources of this process at a moment without transfers."""
 
     slots: int
     """Slots of the arena that hold no block of the host level."""
@@ -57,7 +57,7 @@ class Held(NamedTuple):
 
 @dataclass
 class Service:
-    """What the users of a cache noticed of one kind of fault."""
+    """A kind of fault as the users of a cache notice it."""
 
     wrong_bytes: int = 0
     loads: int = 0
@@ -87,7 +87,7 @@ class Figures:
     """By tier, at moments with names."""
 
     def check(self) -> None:
-        """Assert what holds however busy the machine is."""
+        """Assert the invariants that hold on a busy machine too."""
         assert self.late_bytes == 0
         assert not sum(one.wrong_bytes for one in self.services.values())
         for moments in self.held.values():
@@ -125,7 +125,7 @@ class Lane(ABC):
     @classmethod
     @abstractmethod
     def cases(cls) -> list[Case]:
-        """Return what can happen."""
+        """Return the possible cases."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -137,7 +137,7 @@ class Lane(ABC):
 
     @abstractmethod
     async def recover(self, case: Case) -> None:
-        """Repair what the fault broke, and count the trial when all is as before."""
+        """Repair the damage of the fault, and count the trial once the state is as before."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -155,7 +155,7 @@ async def run(
     seed: int = 11,
     within_s: float = math.inf,
 ) -> Figures:
-    """Do so many trials, each case as often; some lanes recover while another one is struck.
+    """Run this number of trials, all cases equally often, while other lanes recover.
 
     None begins after ``within_s``.
     """

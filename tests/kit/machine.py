@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
         wishes: Wishes,
         session: int | None,
     ) -> None:
-        """A request arrives; it goes on whenever time does."""
+        """Begin a request; it continues as time advances."""
         wishes = wishes if self.wishing else NO_WISHES
         self.world.begin(number, length, priority, duration_s, wishes, session)
         self.world.poll()
@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seconds=SECONDS)
     def advance(self, seconds: float) -> None:
-        """Time goes by, and requests go on."""
+        """Advance time, and with it the requests."""
         self.world.advance(seconds)
         self.world.check()
         self.world.poll()
@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def forget(self, number: int) -> None:
-        """What a request loaded could not be used."""
+        """Report that a request could not use its loaded blocks."""
         self.world.forget(number)
 
     @rule(number=NUMBERS, length=LENGTHS)
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(level=LEVELS, kind=st.integers(0, 12))
     def trouble(self, level: int, kind: int) -> None:
-        """A tier fails, hangs, is full or reads too little, or does what none may do."""
+        """Make a tier fail, hang, be full, read too little, or break its rules."""
         self.world.trouble(level, kind)
 
     @rule(level=LEVELS)

@@ -1,4 +1,4 @@
-"""A process that does what a test says: lines of JSON in, a line of JSON out for each."""
+"""A process that executes a test's commands: lines of JSON in, a line of JSON out for each."""
 
 from __future__ import annotations
 

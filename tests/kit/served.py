@@ -85,7 +85,7 @@ class Server:
         }
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """What it counts."""
+        """Return the counters of the server."""
         found: dict[str, dict[str, Any]] = ask(
             self.folder / "control", {"command": "stats"}, timeout_s=PATIENCE_S
         )

@@ -52,7 +52,7 @@ def _refusal(source: Mapping[str, Any], layout: Layout) -> ConfigError:
 
 
 def _error_of(source: Mapping[str, Any]) -> ConfigError:
-    """What ``kvladder check`` says first."""
+    """Return the first error that ``kvladder check`` prints."""
     try:
         found: Findings = preflight(load_config(source))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What ``--cover`` keeps of a product: each value of each factor, and little more."""
+"""``--cover`` keeps each value of each factor of a product, and few more cases."""
 
 from __future__ import annotations
 

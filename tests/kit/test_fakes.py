@@ -1,4 +1,4 @@
-"""The fake tier does what its script says, and tells who breaks the rules of a tier."""
+"""The fake tier follows its script, and reports callers that break the rules of a tier."""
 
 from __future__ import annotations
 

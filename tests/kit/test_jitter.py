@@ -1,4 +1,4 @@
-"""The plugin that delays what runs in real time, and nothing in simulated time."""
+"""The plugin delays work in real time, and none in simulated time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CODE = """
 
 
 def state(pid: int) -> str:
-    """What /proc says of a process: T if it stands still."""
+    """Return the state of a process from /proc: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

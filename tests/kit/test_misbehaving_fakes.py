@@ -1,4 +1,4 @@
-"""Fakes misbehave as their scripts say, and notice a level that has no patience with them."""
+"""Fakes misbehave as their scripts say, and notice a level that calls them too soon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: which loop a test gets, and what becomes of what it leaves behind."""
+"""The pytest plugin: the loop of a test, and the tasks that a test leaves running."""
 
 from __future__ import annotations
 

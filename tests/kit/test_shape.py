@@ -1,4 +1,4 @@
-"""What is said of the shape of the code is so."""
+"""The figures about the shape of the code are right."""
 
 from __future__ import annotations
 

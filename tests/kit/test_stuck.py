@@ -57,7 +57,7 @@ def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
 
 
 def lives(pid: int | str) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process is alive."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:

@@ -1,4 +1,4 @@
-"""What trials of fail-over are made of: loads that are compared, faults that happen, figures."""
+"""The parts of failover trials: compared loads, injected faults, figures."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_wrong_bytes_are_refused():
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps what is put whole."""
+    """Keeps every object put."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Echo)
@@ -83,7 +83,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers with what is put."""
+    """Answers with the object put."""
 
     server: Server
 
@@ -129,7 +129,7 @@ def echoing():
 
 
 def asked(port, *requests):
-    """What is answered on one connection, each a status and a body, or the error that ends it."""
+    """Return the answers on one connection, each a status and a body, or the error that ends it."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     answers: list[Any] = []
     try:

@@ -1,6 +1,6 @@
-"""A whole cache in simulated time against a model: what an engine and its tiers may do to it.
+"""A whole cache in simulated time against a model: the actions of an engine and of tiers.
 
-Whatever it serves has to be what the model allows; everything else it may forget.
+The served bytes must be those that the model allows; the cache may forget everything else.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class World:
         """Add to the trace."""
         self.trace.append(f"{self.loop.time():.6f} {text}")
 
-    # ---- what the engine does
+    # ---- actions of the engine
 
     def prompt(self, number: int, length: int) -> list[BlockKey]:
         """The keys of a prompt; many of them share a prefix."""
@@ -183,7 +183,7 @@ class World:
         self.note(f"gather {self._names}: {len(fetch.keys)} of {len(keys)}")
 
     def poll(self) -> None:
-        """Each request does what it can do next; which one is first is random."""
+        """Let each request do its next step, in random order."""
         if self._purge.step():
             self.note("purged")
             self._removed([*self._salted])
@@ -211,7 +211,7 @@ class World:
             request.loaded[slot] = data
         self.served.update(fetch.sources)
         self.note(f"loaded {request.name}: {fetch.sources}")
-        if isinstance(fetch, SetFetch):  # whoever asks for a set saves nothing
+        if isinstance(fetch, SetFetch):  # a caller that fetches a set saves nothing
             request.save = self.manager.save([])
             return
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
@@ -297,7 +297,7 @@ class World:
         self._removed(keys)
 
     def _removed(self, keys: Sequence[BlockKey]) -> None:
-        """Nobody may have these blocks any more but the requests that have pinned them."""
+        """Forbid serving these blocks, except to requests that have pinned them."""
         for request in self.requests:
             for key, slot in zip(request.keys, request.fetch._slots, strict=False):
                 if slot != NO_SLOT:
@@ -324,7 +324,7 @@ class World:
         self.manager.touch(keys)
         self.claims.met(None, keys)
 
-    # ---- what time and tiers do
+    # ---- time and tiers
 
     def advance(self, seconds: float) -> None:
         """Time goes by; 0 is one turn of the loop."""
@@ -345,7 +345,7 @@ class World:
             self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
 
     def heal(self, level: int) -> None:
-        """A tier gets well again."""
+        """Make a tier work again."""
         if self.tiers:
             self.note(f"heal {level}")
             self.tiers[level % len(self.tiers)].heal()
@@ -386,7 +386,7 @@ class World:
         self._close(crash=crash)
         if crash:
             self._stores = before
-        if self.knobs.shares.tenant is not None:  # what is above a quota is not kept
+        if self.knobs.shares.tenant is not None:  # blocks above a quota are not kept
             kept.clear()
         if not clean or self._errors() > errors:  # removals may not have reached the tiers
             kept.clear()
@@ -426,7 +426,7 @@ class World:
         arena.close()
 
     def dispose(self) -> None:
-        """Give back what the world has of the real one, whatever state it is in."""
+        """Give back the world's real resources in any state."""
         self._end_finalizers()
         if not self.loop.is_closed():
             try:
@@ -459,7 +459,7 @@ class World:
                 assert record is not None or tier.shared, "the index names what is not there"
         self._close(crash=False)
 
-    # ---- what must hold
+    # ---- invariants
 
     def _bytes(self, slot: Slot) -> bytes:
         return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])
@@ -495,7 +495,7 @@ class World:
                 assert not level.stats.errors, f"a call to {level.name} failed, which is well"
 
     def _check_slots(self) -> None:
-        """What somebody uses stays as it is, and nobody else gets it to write into."""
+        """Assert that used slots keep their bytes and are given to no other user."""
         writing = [slot for request in self.requests for slot in request.filled]
         assert len(writing) == len(set(writing)), "a slot was given out twice"
         for request in self.requests:

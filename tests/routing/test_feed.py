@@ -1,4 +1,4 @@
-"""Following engines: what they say comes into the index, whatever is lost on the way."""
+"""Following engines: the index gets their messages, whatever is lost on the way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def removed(number: int, **more: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """Publishes as vLLM does; loses what it is told to."""
+    """Publishes as vLLM does; drops messages on request."""
 
     def __init__(self, ports: list[int] | None = None, *, kept: int = 1000) -> None:
         self.ports = ports or free_ports(2)
@@ -75,11 +75,11 @@ class Engine:
         self.context.destroy(linger=0)
 
     async def heard(self) -> None:
-        """Wait until somebody listens."""
+        """Wait until there is a listener."""
         await self.pub.recv()
 
     async def tell(self, *events: dict[str, Any], lost: bool = False) -> None:
-        """Say something; to nobody if it is ``lost``, but it can be had again."""
+        """Publish a message; a ``lost`` one can only be replayed."""
         self.clock += 1.0
         await self.send(msgspec.msgpack.encode([self.clock, events, 0]), lost=lost)
 
@@ -122,7 +122,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def held(index: Index, *numbers: int) -> list[int]:
-    """Which of these blocks the engine holds."""
+    """Return which of these blocks the engine holds."""
     return [number for number in numbers if index.match([number, 0])]
 
 
@@ -165,7 +165,7 @@ async def test_without_an_address_for_replays_a_gap_makes_it_forget() -> None:
             await engine.heard()
             await engine.tell(stored(1))
             await until(lambda: held(index, 1))
-            assert feed.counts["lost"] == 0  # of what was said before it listened
+            assert feed.counts["lost"] == 0  # of the messages before it listened
             await engine.tell(removed(1), lost=True)
             await engine.tell(stored(2))
             await until(lambda: held(index, 2))

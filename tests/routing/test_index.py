@@ -1,4 +1,4 @@
-"""The index of who holds what, against a dictionary; and what it takes."""
+"""The index of the engines' blocks, against a dictionary; and its memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def tokens(prompt: list[int]) -> list[int]:
 
 
 def hashes(engine: str, prompt: list[int]) -> list[bytes]:
-    """Of each block; engines hash in ways of their own."""
+    """Return the hash of each block; engines hash in different ways."""
     return [f"{engine}{prompt[: n + 1]}".encode() for n in range(len(prompt))]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Engines tell what they hold; a dictionary is told the same."""
+    """Engines report their blocks to the index and to a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_blocks_without_tokens_are_matched_once_they_are_told() -> None:
 
 
 def test_hashes_of_engines_do_not_cancel_out() -> None:
-    """With the engine's number as the digest's seed these two were one."""
+    """With the engine's number as the digest's seed these two collided."""
     index = Index()
     index.stored("another", "GPU", [])
     index.stored("c", "GPU", [b"c[0, 0, 0, 1, 1]"])

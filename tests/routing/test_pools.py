@@ -1,4 +1,4 @@
-"""Engines on block pools publish what their devices hold: two of them, two feeds, one index."""
+"""Two engines on block pools publish the blocks on their devices: two feeds, one index."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def comes(
     index: Index, prompt: list[int], what: tuple[str, int, tuple[str, ...]] | None
 ) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while best(index, prompt) != what:  # noqa: ASYNC110 - nobody tells
+        while best(index, prompt) != what:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 

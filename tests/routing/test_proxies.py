@@ -1,4 +1,4 @@
-"""The examples that stand between clients and engines: what passes them."""
+"""The example proxies between clients and engines: the requests that pass through them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(name: str) -> Any:
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[str]:
-    """Where an application is served meanwhile."""
+    """Serve an application within the context."""
     runner = web.AppRunner(app)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU with kvladder below it: an engine, then a server as its page says."""
+"""A real SGLang on the CPU with kvladder below it: an engine, then a server as on its page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POOLS_BYTES = 3 * 8192 * PAGE_BYTES // PAGE
 
 
 def whole(tokens: int) -> int:
-    """How many tokens of a prompt may be cached: the last one is always computed."""
+    """Return how many tokens of a prompt may be cached: the last one is always computed."""
     return (tokens - 1) // PAGE * PAGE
 
 
@@ -34,7 +34,7 @@ HASTY = {"timeout": "2 s", "breaker": {"failures": 2, "retry": "1 s", "retry_max
 def stack(
     folder: Path, place: str = "kv", level: Mapping[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What the engine is told; the arena has fewer slots than SGLang reads at once."""
+    """Return the engine's settings; the arena has fewer slots than SGLang reads at once."""
     return {
         "arena": {"size": "12 MiB"},
         "control": {"path": str(folder / "kv.sock")},
@@ -137,9 +137,9 @@ def hang(engine: Engine, long: Answer) -> None:
 
 
 def detach_and_attach(engine: Engine, long: Answer, model: Path, other: Path) -> None:
-    """Without storage there are no hits; another one finds what the first has left.
+    """Without storage there are no hits; a new storage finds the pages of the first.
 
-    So it does where files were replaced since the engine has read them: its weights are the same.
+    It does so even if the engine's files were replaced since: its weights are the same.
     """
     assert engine.do("detach") == ""
     assert engine.again(1, LONG) == long._replace(cached=0, storage=0)
@@ -167,7 +167,7 @@ def adapt(engine: Engine) -> Answer:
 
 
 def readapt(engine: Engine, stored: int) -> None:
-    """An adapter that is loaded anew, with other weights at its path, has pages of its own."""
+    """An adapter reloaded with other weights at its path has pages of its own."""
     one, two = (engine.generate(31, SHORT, lora_path=name) for name in ("one", "two"))
     assert one.ids != two.ids
     engine.stored("nvme", stored + 22)
@@ -182,7 +182,7 @@ def readapt(engine: Engine, stored: int) -> None:
 
 
 def write_policies(engine: Engine) -> None:
-    """Pages are stored when SGLang says so: of what is asked again, or of what it evicts."""
+    """Pages are stored when SGLang asks for it: on their second use, or on eviction."""
     for_some, for_evicted = "write_through_selective", "write_back"
     attach(engine, stack(engine.folder, for_some), policy=for_some)
     asked = engine.generate(8, SHORT)
@@ -203,7 +203,7 @@ def write_policies(engine: Engine) -> None:
 
 
 def soak(engine: Engine) -> None:
-    """Random requests; ``KVLADDER_SGLANG_SOAK`` says for how many seconds."""
+    """Send random requests for ``KVLADDER_SGLANG_SOAK`` seconds."""
     found = Soak(engine, {**OURS, **stack(engine.folder, "soak", HASTY)})
     found.run(float(os.environ.get("KVLADDER_SGLANG_SOAK", "20")))
     print(found)
@@ -235,7 +235,7 @@ def find_and_mend(engine: Engine, known: dict[int, Answer]) -> None:
 
 
 def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
-    """Weights that are changed in the engine have pages of their own, after a flush.
+    """Weights changed in the engine have pages of their own after a flush.
 
     SGLang does not flush its cache here, as trainers ask it to.
     """
@@ -263,7 +263,7 @@ def other_weights(engine: Engine, model: Path, other: Answer) -> None:
 
 
 def small_pools(engine: Engine, known: dict[int, Answer]) -> None:
-    """What SGLang's own pools are too small for comes from kvladder."""
+    """Pages that do not fit SGLang's own pools come from kvladder."""
     for other in (5, 6, 9, 10, 5):
         engine.generate(other, LONG)
     found = engine.generate(1, LONG)

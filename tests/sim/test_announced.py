@@ -1,4 +1,4 @@
-"""Whoever replays what the announcer says knows each level's index, whatever happens."""
+"""A listener that replays the announcer's events knows each level's index at all times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stack.caches import COMMIT, cache_of, flushed
 
 
 class Listener:
-    """Replays what is announced, and calls each block by the name that it has when it is stored."""
+    """Replays the events, and calls each block by the name under which it is stored."""
 
     def __init__(self, cache: SimCache) -> None:
         self.indexes = cache.stack.indexes
@@ -53,13 +53,13 @@ class Listener:
             assert self.heard == now
 
     def listen_to_all(self) -> None:
-        """Until there is nothing more to say."""
+        """Listen until there are no more events."""
         while self.announcer.pending:
             self.listen()
 
 
 class AnnouncedWorld(World):
-    """Somebody listens now and then, so that a small buffer overflows in between."""
+    """A world with an occasional listener, so that a small buffer overflows in between."""
 
     overflows: ClassVar[Counter[bool]] = Counter()
 
@@ -141,7 +141,7 @@ async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
 async def test_other_names_are_announced_by_removals_under_the_old_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes and goes meanwhile is told by the name that it has then."""
+    """Blocks that come and go meanwhile are announced by their names at that time."""
     monkeypatch.setattr(module, "COMPARE_MAX", 2)
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)

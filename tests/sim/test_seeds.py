@@ -1,6 +1,6 @@
-"""Simulated worlds: seeds that once found something, and a fresh stretch of others.
+"""Simulated worlds: seeds that once found a fault, and a fresh range of others.
 
-Each line below is a seed and what its world found when it was first run.
+Each line below is a seed and the fault that its world found at first.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def test_turns_are_counted_anew_in_each_run() -> None:
     loop.close()
 
 
-# ---- what a simulation cannot have
+# ---- calls that a simulation refuses
 
 
 async def test_threads_are_refused() -> None:

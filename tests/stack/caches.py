@@ -1,4 +1,4 @@
-"""What the tests of the stack have in common."""
+"""Helpers shared by the tests of the stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levels with codecs: what a tier gets to see, whose keys encrypt it, and what damage comes to."""
+"""Levels with codecs: the bytes that a tier sees, the keys that encrypt them, and damage."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_what_loses_something_is_kept_off_groups_that_it_is_not_allowed_fo
     groups = [SimCache.keys(group) for group in range(3)]
     for group, keys in enumerate(groups):
         cache.save(keys, group=group)
-    (unknown,) = SimCache.keys(3)  # what was recovered, or came from others: nobody knows its group
+    (unknown,) = SimCache.keys(3)  # a recovered or found block: its group is unknown
     _, (slot,), _ = cache.stack.reserve([unknown], [BlockMeta()], explicit=True)
     cache.arena.view(slot)[:64] = SimCache.payload(unknown)
     cache.stack.publish([unknown], [slot])
@@ -122,7 +122,7 @@ async def test_damage_below_the_codecs_ends_a_prefix_and_is_counted() -> None:
 
 
 def bad_labels(cache: SimCache, key: BlockKey, data: bytes) -> dict[str, tuple[bytes, str]]:
-    """Labels that may lie beside a block, whose checks are right but for the first, by kind."""
+    """Return invalid labels for a block by kind; all but the first have right checks."""
     space = cache.manager.namespace
     labels = Labels(space, len(data), verify=True)
     plain = labels.pack(key, data)
@@ -231,6 +231,6 @@ async def saved(cache: SimCache, keys: Sequence[BlockKey]) -> None:
 
 
 def counted(cache: SimCache) -> Counter[str]:
-    """What was refused, by the reason."""
+    """Return the refused blocks by reason."""
     stats = cache.manager.stats()["level1"]
     return Counter({name: stats[name] for name in ("corrupt", "foreign", "unreadable")})

@@ -1,4 +1,4 @@
-"""What the end of a session takes from the levels, and what another request has kept."""
+"""The blocks that the end of a session removes, and those that another request has kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def offered(manager: CacheManager) -> None:
 
 
 async def ended(use: Callable[[CacheManager], None], *, first: bool = False) -> list[int]:
-    """How many blocks each level has of both parts once the session that brought them has ended.
+    """Return how many blocks of both parts each level has once their session has ended.
 
     Another request uses the first part; with ``first`` it was there before the session.
     """

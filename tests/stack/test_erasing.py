@@ -1,4 +1,4 @@
-"""Purges of tiers that keep the bytes of what they forgot: what is erased, when, and by whom."""
+"""Purges of tiers that keep removed bytes: which bytes are erased, when, and by which call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.stack.caches import COMMIT, QUICK, cache_of
 
 
 class KeepingTier(FakeTier):
-    """Keeps what it forgot in ``dregs`` until that is erased, two places at a time."""
+    """Keeps removed blocks in ``dregs`` until they are erased, two places at a time."""
 
     erases = True
 

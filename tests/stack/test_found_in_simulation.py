@@ -1,4 +1,4 @@
-"""Faults that simulated runs found, each as the shortest story that tells it."""
+"""Faults found by simulated runs, each as its shortest sequence of steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def cache_of(*levels: LevelSpec, **options: Any) -> AsyncIterator[SimCache
 
 
 async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
-    """By then the block may be there again, and a late removal would take the new one."""
+    """The block may be stored again by then, and a late removal would remove the new one."""
     hang = Hang(on="remove", stubborn=True)
     tier = FakeTier([hang])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
@@ -42,7 +42,7 @@ async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
         cache.save(keys)  # while the removal is under way
         await asyncio.sleep(10.0)
         cache.manager.remove(keys)
-        cache.save(keys)  # while it is left behind
+        cache.save(keys)  # while it is abandoned
         await asyncio.sleep(10.0)
         assert tier.batches("put") == [1]
         hang.let_go()
@@ -131,7 +131,7 @@ async def test_so_it_is_if_a_removal_found_it_well_again() -> None:
 
 
 async def test_the_writer_waits_while_a_read_tries_a_tier_out() -> None:
-    """It asked again and again whether the trial was over."""
+    """It polled repeatedly for the end of the trial."""
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
         cache.save(cache.keys(1, 2))

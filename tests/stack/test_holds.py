@@ -1,8 +1,8 @@
-"""How much is done at most while the lock is held: no more with many blocks than with some.
+"""The most work done while the lock is held: no more with many blocks than with some.
 
-Work is counted in lines of Python that are executed under the lock, and in blocks of its books that
-built-in functions go through there, whoever holds it, so that the result does not depend on the
-machine. Nothing runs under it but the stack's own code.
+Work is counted in lines of Python executed under the lock, and in blocks of its records that
+built-in functions iterate over there, so that the result does not depend on the machine. Only the
+stack's own code runs under the lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LINES_MAX = BATCH * LINES_A_BLOCK
 
 
 class Meter(StackLock):
-    """Counts what is executed under it."""
+    """Counts the lines executed under the lock."""
 
     __slots__ = ("_depth", "_lines", "blocks", "blocks_most", "most", "where")
 
@@ -281,7 +281,7 @@ async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
 
 @pytest.mark.slow
 async def test_judging_what_several_levels_have(meter: Meter) -> None:
-    """Turn by turn, so that what has to come cannot be told from its number."""
+    """The levels alternate, so that missing blocks cannot be derived from their number."""
     held = keys_of("held", BLOCKS)
     cache = await opened(Strict(held[::2]), Strict(held[1::2]))
     for block_s in (1.0, 1e-9):  # all of it is worth to be fetched, and nothing
@@ -326,7 +326,7 @@ class InstantCopier(Copier):
 
 
 def device_over(cache: SimCache) -> DeviceCache:
-    """A device cache with one pool, all of whose blocks are cached there and held by nobody."""
+    """Return a device cache with one pool full of cached blocks, none of them held."""
     port = TierPort(cache.manager, InstantCopier())
     share = PoolShare(Group("all", 2), LAYOUT.block_bytes, BLOCKS, BLOCKS)
     division = Division(0, 2 * BLOCKS, 2 * BLOCKS, (share,), explicit=True)

@@ -1,4 +1,4 @@
-"""A cache whose tiers have processes of their own, which are killed and stopped at any time."""
+"""A cache with isolated tiers; their processes are killed and stopped at any time."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def save(cache, wanted):
 
 
 def load(cache, wanted, sources=None, strike=lambda: None):
-    """How many blocks of a prefix come, each of them right, if that happens meanwhile.
+    """Return how many blocks of a prefix arrive with the right bytes during such an event.
 
-    From where they come is added to ``sources``.
+    Adds their sources to ``sources``.
     """
     fetch = cache.fetch(wanted, deadline_s=PATIENCE_S)
     strike()
@@ -69,7 +69,7 @@ def load(cache, wanted, sources=None, strike=lambda: None):
 
 
 def comes_back(cache, number):
-    """Whether the level below host stores blocks and has them when host does not any more."""
+    """Return whether the level below host stores blocks and serves them once host has lost them."""
     save(cache, keys(number))
     cache.flush(timeout_s=PATIENCE_S)
     save(cache, keys(number + 1000, blocks=SLOTS))  # host has room for nothing else
@@ -83,7 +83,7 @@ def process(cache):
 
 
 def another(process_of, but):
-    """A process id that the level has now, once it has one that is none of these."""
+    """Return the level's process id once it is none of these."""
     pid = 0
 
     def has_come():
@@ -134,7 +134,7 @@ def test_no_death_costs_more_than_misses(tmp_path):
             for number in random.sample(range(trial + 1), min(3, trial + 1)):
                 load(cache, keys(number))
         numbers = count(5000)
-        until(lambda: comes_back(cache, next(numbers)))  # it is well again, and no slot is missing
+        until(lambda: comes_back(cache, next(numbers)))  # it works again, and no slot is missing
         # some were stopped and met no call
         assert cache.stats()["files"]["process_ends"] >= len(killed) >= TRIALS // 4
         cache.check()

@@ -1,4 +1,4 @@
-"""A process closes its cache while a tier hangs: it ends, and what still writes may do so."""
+"""A process closes its cache while a tier hangs: it ends, and late writes are harmless."""
 
 from __future__ import annotations
 

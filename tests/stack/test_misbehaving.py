@@ -1,4 +1,4 @@
-"""Tiers that do what no tier may do: the level lives on, and says and counts what happened."""
+"""Tiers that break every rule: the level survives, and logs and counts the faults."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ async def test_a_block_whose_removal_has_to_wait_is_not_written_again_before_it(
         assert tier.stored(keys[0]) is None
 
 
-# ---- calls left behind
+# ---- abandoned calls
 
 
 async def test_calls_left_behind_are_bounded_and_the_level_comes_back(caplog) -> None:
@@ -352,7 +352,7 @@ def test_closing_takes_no_longer_than_is_promised() -> None:
 @pytest.mark.parametrize("operation", ["put", "get", "aclose", "remove"])
 async def test_closing_takes_seconds_whatever_the_tiers_do(operation: Any, caplog) -> None:
     class Deaf(FakeTier):
-        """Not even its end ends what hangs in it."""
+        """A tier with hanging calls that do not end even with it."""
 
         def heal(self) -> None:
             pass

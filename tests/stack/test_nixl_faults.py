@@ -1,6 +1,6 @@
-"""Engines over servers that are killed and stopped, and the other way round, in mid-transfer.
+"""Engines over servers that are killed and stopped in mid-transfer, and the other way round.
 
-``KVLADDER_TRIALS`` says how often; ``python -m tests.kit.trials 200`` says how long things take.
+``KVLADDER_TRIALS`` sets the number; ``python -m tests.kit.trials 200`` prints the times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def child(cache):
 
 
 def recover(cache, number):
-    """Save and load until what host has forgotten comes back."""
+    """Save and load until blocks that host has evicted are read back."""
     numbers = count(number)
 
     def comes_back():
@@ -106,7 +106,7 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(PARTS))
 def test_no_death_in_mid_transfer_costs_more_than_its_calls(tmp_path, seed):
-    """Of servers, clients and processes of tiers, over NIXL and Mooncake."""
+    """Kills servers, clients and processes of tiers, over NIXL and Mooncake."""
     lanes = NIXL_LANES if find_spec("mooncake") is None else ALL_LANES
     trials = len(range(seed, TRIALS, PARTS))
     figures = asyncio.run(run(tmp_path, trials, lanes, seed=seed))

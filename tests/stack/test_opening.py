@@ -1,4 +1,4 @@
-"""Tiers that do not open, or say nonsense of what they have: the cache starts without them."""
+"""Tiers that do not open, or report invalid blocks: the cache starts without them."""
 
 from __future__ import annotations
 
@@ -209,11 +209,11 @@ async def test_a_full_disk_is_read_from(caplog: pytest.LogCaptureFixture) -> Non
     assert any("its medium is full" in text for text in caplog.messages)
 
 
-# ---- what it says that it has
+# ---- recovered blocks
 
 
 class Telling(FakeTier):
-    """Recovers what a test says."""
+    """Recovers the blocks given by a test."""
 
     told: tuple[Any, ...] = ()
 
@@ -301,11 +301,11 @@ async def test_what_is_no_iterator_leaves_the_level_out(what: Any) -> None:
         await cache.settle()
 
 
-# ---- what happens meanwhile
+# ---- events during the recovery
 
 
 class Halting(FakeTier):
-    """Says the half of what it has, and waits."""
+    """Recovers half of its blocks, and waits."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -364,7 +364,7 @@ async def test_what_is_removed_meanwhile_does_not_come_back(
         assert [*cache.levels[0].index] == kept
         assert [record.key for record in tier.records.values()] == kept
         assert cache.manager.removals == 0
-        if fails:  # whoever listens has to hear of what came late
+        if fails:  # listeners must learn of late blocks
             events = cache.manager.take_events()
             assert {*kept} <= {
                 key for event in events if isinstance(event, Stored) for key in event.keys
@@ -374,7 +374,7 @@ async def test_what_is_removed_meanwhile_does_not_come_back(
 @pytest.mark.parametrize("operation", ["open", "recover"])
 async def test_closing_takes_seconds_while_a_tier_hangs_in_its_start(operation: Any) -> None:
     class Deaf(FakeTier):
-        """Not even its end ends what hangs in it."""
+        """A tier with hanging calls that do not end even with it."""
 
         def heal(self) -> None:
             pass

@@ -52,7 +52,7 @@ async def saved(cache: SimCache, paced: BatchedSave[Save], keys: Sequence[BlockK
 
 
 async def fetched(cache: SimCache, paced: BatchedFetch, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    """Read each piece; whose bytes came."""
+    """Read each piece; return the keys with the right bytes."""
     came: list[BlockKey] = []
     while True:
         await paced.settle()

@@ -1,4 +1,4 @@
-"""What is being saved is forgotten once it is published, and what was removed does not count."""
+"""Blocks being saved are forgotten once published, and removed ones are not published."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reserved(saving: Saving, *steps: range) -> None:
 
 
 def whole(saving: Saving, step: range) -> bool:
-    """Whether a step may be published as one."""
+    """Return whether a step may be published as one."""
     return saving.metas([key(n) for n in step], [Slot(n) for n in step]) is not None
 
 

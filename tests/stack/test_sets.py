@@ -1,4 +1,4 @@
-"""A set of blocks: what of it is there is found and loaded, whatever is not."""
+"""A set of blocks: its available blocks are found and loaded, whichever are missing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HOLED = [OTHERS[0], SAVED[3], OTHERS[1], SAVED[0], SAVED[2], OTHERS[2]]
 
 
 def is_whole(cache: SimCache, found: dict[BlockKey, Slot]) -> bool:
-    """Whether each slot has the bytes of its block."""
+    """Return whether each slot has the bytes of its block."""
     return all(
         bytes(cache.arena.view(slot)[:64]) == cache.payload(key) for key, slot in found.items()
     )
 
 
 async def loaded(fetch: SetFetch) -> set[BlockKey]:
-    """What came of a fetch, which is released."""
+    """Return the loaded keys of a fetch, and release it."""
     await fetch.settle()
     found = set(fetch.found)
     fetch.release()

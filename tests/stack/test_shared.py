@@ -1,4 +1,4 @@
-"""Levels on tiers that others use too: what they put is found, what they removed is a miss."""
+"""Levels on shared tiers: blocks of others are found, and blocks removed by others are misses."""
 
 from __future__ import annotations
 

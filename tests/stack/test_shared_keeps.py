@@ -1,6 +1,6 @@
-"""Nothing is removed from a shared tier but by a user: what one engine gives up, others may use.
+"""Only a user removes blocks from a shared tier: an engine's evicted blocks stay for others.
 
-The tier of each test calls every other removal a broken rule, which ends the test as failed.
+The tier of each test treats every other removal as a broken rule, which fails the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMIT_50 = OffloadRule(when="commit", min_priority=50)
 
 
 def known(cache: SimCache, *path: int) -> int:
-    """How many blocks of a prefix the shared level holds in its index."""
+    """Return how many blocks of a prefix the shared level has in its index."""
     return sum(key in cache.levels[0].index for key in cache.keys(*path))
 
 
@@ -130,7 +130,7 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
 
 
 class Refusing(SharedFakeTier):
-    """Takes no block, or has no room for one, and says so late."""
+    """Refuses all blocks, or has no room, and reports it late."""
 
     is_full = False
 

@@ -1,4 +1,4 @@
-"""What is counted: queries and hits by level, shared loads, deadlines, drops, queues, ages."""
+"""Counters: queries and hits by level, shared loads, deadlines, drops, queues, ages."""
 
 from __future__ import annotations
 

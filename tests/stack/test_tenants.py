@@ -1,4 +1,4 @@
-"""Quotas of cache salts, and limits to what requests may raise, in every level."""
+"""Quotas of cache salts, and limits of request priorities, in every level."""
 
 from __future__ import annotations
 

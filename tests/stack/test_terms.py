@@ -1,4 +1,4 @@
-"""Where blocks may be, until when, and what a purge leaves: levels, TTLs and salts of requests."""
+"""Terms of requests: the levels of blocks, TTLs, salts, and purges."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ async def test_a_requests_time_goes_on_over_a_restart() -> None:
 
 @pytest.mark.parametrize("rule", [COMMIT, OffloadRule(when="commit", ttl_s=10.0)])
 async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: OffloadRule) -> None:
-    """The clock that said so is set back later; the tier has forgotten the block by then."""
+    """The clock is set back later; by then the tier has forgotten the block."""
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), rule)) as cache:
         cache.save(cache.keys(1), ttl_s=10.0 if rule.ttl_s is None else None)
@@ -400,7 +400,7 @@ async def test_what_has_expired_in_a_shared_tier_is_not_served(*, checks: bool) 
 
 @pytest.mark.parametrize("own", [True, False])
 async def test_a_clock_that_ran_ahead_keeps_no_block_longer_than_a_ttl(*, own: bool) -> None:
-    """What was stored a century ahead goes a TTL after the clock was set right."""
+    """A block stored a century ahead expires one TTL after the clock was corrected."""
     store, century_s = FakeStore(), 3.2e9
     rule = OffloadRule(when="commit", ttl_s=60.0)
     for ahead_s in (century_s, 0.0):

@@ -1,4 +1,4 @@
-"""What is under way while blocks are forgotten gets nowhere."""
+"""Blocks in flight while they are forgotten are not stored."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_what_begins_to_come_up_while_its_salt_is_being_purged() -> None:
 
 
 async def test_nothing_waits_for_a_tier_that_is_left_alone() -> None:
-    """It would keep slots from others."""
+    """Waiting blocks would keep slots from others."""
     tier = FakeTier([Fail(on="put", times=2)], batch_max=1)
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(*range(6)))
@@ -117,7 +117,7 @@ async def test_nothing_waits_for_a_tier_that_is_left_alone() -> None:
 
 
 async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None:
-    """Though nothing is saved or loaded meanwhile."""
+    """Although no call saves or loads anything meanwhile."""
     tier = FakeTier(store=await flushed((99,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK), reserve_blocks=4) as cache:
         level = cache.levels[0]
@@ -134,7 +134,7 @@ async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None
 
 @pytest.mark.parametrize("salt", ["tenant", "another"])
 async def test_a_recall_of_a_salt_spares_and_names_none_of_another_salt(salt: str) -> None:
-    """Whether their writes are queued, under way or abandoned, or an abandoned removal is."""
+    """Their writes may be queued, in flight or abandoned, or an abandoned removal may exist."""
     late, slow = Hang(on="put", stubborn=True), Hold(on="put")
     lost = Hang(on="remove", stubborn=True)
     tier = FakeTier([lost], batch_max=2)

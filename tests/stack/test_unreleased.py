@@ -1,4 +1,4 @@
-"""Fetches and saves whose owner loses them: their slots are given back, and somebody is told."""
+"""Fetches and saves that their owner loses: their slots are released, with a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = SimCache.keys(2, *range(1, SLOTS))
 
 
 async def filled(*levels: LevelSpec) -> SimCache:
-    """A cache all of whose slots hold ``FIRST``, and its levels too."""
+    """Return a cache with ``FIRST`` in all its slots and its levels."""
     cache = await SimCache.open(*levels, slots=SLOTS)
     cache.save(FIRST)
     await cache.settle()
@@ -72,7 +72,7 @@ async def test_what_was_lost_is_given_back_and_said(
     assert "was lost by its owner" in caplog.text
     assert manager.stats()["loop"]["unreleased"] >= 1
     paced = manager.fetch_paced(OTHERS)
-    assert paced.ready  # nobody is before it
+    assert paced.ready  # none is before it
     paced.close()
     cache.manager.check()
     await cache.aclose()

@@ -66,7 +66,7 @@ class PacedShared(Paced, SharedFakeTier):
 
 
 class Engine:
-    """Computes what the cache does not give in time, in virtual time, one request at a time."""
+    """Computes the blocks that the cache does not deliver in time, one request at a time."""
 
     def __init__(self, cache: SimCache, tier: Paced, *, own_tokens: int = 0) -> None:
         self.cache = cache
@@ -80,7 +80,7 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def serve(self, prompt: int, blocks: int = 32) -> float:
-        """Time to first token, in parts of what it takes without a cache."""
+        """Return the time to first token, relative to the time without a cache."""
         began = self.now
         fetch = self.cache.manager.fetch(self.keys(prompt, blocks))
         return await self.compute(fetch, began)
@@ -105,7 +105,7 @@ class Engine:
 async def opened(
     tier: Paced, prompts: Sequence[int], *, blocks: int = 32, slots: int = 128
 ) -> tuple[SimCache, Engine]:
-    """A cache whose tier has the blocks of these prompts."""
+    """Return a cache over a tier with the blocks of these prompts."""
     tier.wire = asyncio.Lock()
     if not isinstance(tier, SharedFakeTier):
         filled = FakeTier(store=tier.store)
@@ -140,7 +140,7 @@ def made(kind: str, speed_s: float, link: Link, **options: float) -> Paced:
 async def test_no_speed_of_a_tier_makes_requests_slower(
     kind: str, link: Link, speed_s: float
 ) -> None:
-    """Neither with prompts of one length nor of several."""
+    """The prompts have one length or several."""
     for lengths in ([32], [16, 64, 40, 24]):
         cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
         times = [await engine.serve(at, lengths[at % len(lengths)]) for at in range(16)]
@@ -156,7 +156,7 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
 async def test_nor_requests_that_are_too_short_to_learn_from(
     kind: str, speed_s: float, blocks: int, own: int
 ) -> None:
-    """Of 12 to 124 tokens, and ``own``: what the tier has is all that they could sample."""
+    """Prompts have 12 to 124 tokens, ``own`` of them new: a sample would take all blocks."""
     cache, engine = await opened(made(kind, speed_s, "calls"), range(16), blocks=blocks)
     engine.own_tokens = own
     times = [await engine.serve(at, blocks) for at in range(16)]
@@ -169,7 +169,7 @@ async def test_nor_requests_that_are_too_short_to_learn_from(
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])
 async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
-    """But for what one request computes to see how long it takes."""
+    """Except for the sample that one request computes to measure the time."""
     for speed_s in (1e-5, 1e-4, 5e-4):
         lengths = [32, 64, 16, 5, 48, 1]
         cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
@@ -187,7 +187,7 @@ async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("slow_s", [0.1, 1.0, 100.0])
 async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> None:
-    """Within a bounded number of requests, none of which waits for the trials."""
+    """This takes a bounded number of requests, and none of them waits for the trials."""
     tier = made(kind, slow_s, "lines")
     cache, engine = await opened(tier, range(40), slots=256)
     for at in range(12):
@@ -206,7 +206,7 @@ async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> N
 
 
 async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
-    """Also by requests that a part of the blocks is of no use for."""
+    """Also by requests for which a part of the blocks is useless."""
     tiers = [made("own", 1e-4, "lines"), made("own", 0.1, "lines")]
     for tier, part in zip(tiers, (slice(16), slice(16, 32)), strict=True):
         first = await SimCache.open(spec(FakeTier(store=tier.store)), slots=40 * 32)
@@ -306,7 +306,7 @@ async def test_hosts_part_is_served_while_the_rest_is_computed() -> None:
 
 
 async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
-    """The second request for a prompt knows what the first one asked."""
+    """The second request for a prompt uses the answer to the first one's probe."""
     tier = made("shared", 0.0, "calls", answer_s=0.1)
     cache, engine = await opened(tier, range(20), slots=256)
     times = [await engine.serve(at) for at in range(8)]
@@ -318,7 +318,7 @@ async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
 
 
 async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None:
-    """What the engine computes first is time that a tier has."""
+    """The tier may use the time in which the engine computes other prompts."""
     tier = made("own", 0.025, "wire")
     cache, engine = await opened(tier, range(20), slots=256)
     for at in range(3):

@@ -1,4 +1,4 @@
-"""The page in front of a block: its label, and what finds it again without an index log."""
+"""The page in front of a block: its label, and the data to find it without an index log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview) -> None:
 
 
 def test_another_label_before_the_same_place_and_number_tells_nothing(page: memoryview) -> None:
-    """As a torn write leaves it."""
+    """A torn write leaves such a page."""
     other = Labels(SPACE, len(PAYLOAD), verify=True).pack(KEY, PAYLOAD, FACTS._replace(terms=1))
     page[:LABEL_BYTES] = other
     assert told(page[:LABEL_BYTES]) is not None

@@ -1,4 +1,4 @@
-"""The shipped codecs pass the suite; chains of them give back what they were given, or nothing."""
+"""The shipped codecs pass the suite; chains of them return the original bytes or nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestZstdOfBytes(TestZstd):
 
 
 class Side(NamedTuple):
-    """What a level does to its blocks."""
+    """A level's codecs and labels."""
 
     chain: Chain
     labels: Labels
@@ -115,7 +115,7 @@ def coding_of(side: Side, stored: bytes, label: bytes) -> Coding:
 
 
 def forged(stored: bytes, steps: Sequence[tuple[int, bytes]]) -> bytes:
-    """A label as somebody makes it who knows the format and no key."""
+    """Return a label as an attacker without a key makes it."""
     packed = b"".join(packed_step(codec, params) for codec, params in steps)
     labels = Labels(SPACE, SIZE, verify=True)
     return labels.pack(SUBJECT.key, stored, coding=Coding(len(stored), packed))
@@ -215,7 +215,7 @@ def test_more_steps_than_a_label_has_are_damage():
 
 
 def test_more_bytes_of_steps_than_a_label_has_are_damage():
-    """Also of one whose check is right."""
+    """Also if its check is right."""
     sender = chain(ZstdCodec(), ChecksumCodec())
     stored, label = encoded(sender, numbers())
     for size in (449, 576, 65535):
@@ -262,7 +262,7 @@ def test_where_blocks_are_checked_one_without_a_checksum_is_a_miss():
 
 
 class Half(Codec):
-    """Keeps every other byte of blocks whose bytes come in pairs."""
+    """Keeps every other byte of blocks with bytes in pairs."""
 
     name = "half"
     id = 300
@@ -289,7 +289,7 @@ class Eighth(Half):
 
 @pytest.mark.parametrize("pairs", [1, 2, 4, 8])
 def test_codecs_that_leave_a_block_out_do_not_disturb_the_others(pairs):
-    """Between them the bytes go back and forth, whoever takes part."""
+    """The bytes alternate between two buffers, whichever codecs take part."""
     random = Random(pairs)
     block = b"".join(bytes((random.randrange(256),)) * pairs for _ in range(SIZE // pairs))
     for codecs in (
@@ -325,7 +325,7 @@ class TestAesGcmOfBytes(TestAesGcm):
 
 @pytest.mark.usefixtures("master")
 def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
-    """With primitives alone, as the documentation of the codec says."""
+    """With primitives alone, as in the documentation of the codec."""
     block = numbers()
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
@@ -368,7 +368,7 @@ def test_every_single_bit_of_an_encrypted_block_counts(packed):
 
 @pytest.mark.usefixtures("master")
 def test_a_block_is_bound_to_its_key_and_namespace():
-    """Also for whoever can make labels that are right for another block."""
+    """Also against an attacker with valid labels of another block."""
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
     target = memoryview(bytearray(SIZE))
@@ -382,7 +382,7 @@ def test_a_block_is_bound_to_its_key_and_namespace():
 
 @pytest.mark.usefixtures("master")
 def test_a_block_is_bound_to_what_was_done_to_it_before():
-    """Somebody who can write to the medium cannot have it unpacked in another way."""
+    """An attacker with access to the medium cannot change how a block is decoded."""
     known = {ChecksumCodec.id: ChecksumCodec()}
     sender = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
     stored, label = encoded(sender, numbers())
@@ -449,7 +449,7 @@ def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
 
 @pytest.mark.usefixtures("master")
 def test_where_blocks_are_encrypted_no_other_is_taken():
-    """Somebody who can write to the medium cannot have the engine read what he wrote."""
+    """An attacker with access to the medium cannot make the engine read chosen bytes."""
     stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
     known = {ChecksumCodec.id: ChecksumCodec()}
     encrypting = chain(ZstdCodec(), AesGcmCodec(), find=known.get)

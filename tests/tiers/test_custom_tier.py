@@ -116,7 +116,7 @@ def test_the_page_shows_the_examples() -> None:
     """Joined together, the blocks up to each tier's end are its file up to its ``serve``."""
 
     def bare(source: str) -> str:
-        """Without imports and empty lines; in one line, so that its breaks do not matter."""
+        """Return a text on one line, without imports, so that line breaks do not matter."""
         imports = re.compile(r"^(import|from) ([^(\n]*|.*?\))\n", re.MULTILINE | re.DOTALL)
         source = imports.sub("", source)
         return "".join(source.split())

@@ -1,6 +1,6 @@
-"""Blocks whose medium is damaged at random, again and again: a miss each, and never a wrong byte.
+"""Blocks on a medium that is damaged at random: each is a miss, and never a wrong byte.
 
-How often is the profile's: 2,250 reads in CI, 75,000 at night.
+The profile sets the number: 2,250 reads in CI, 75,000 at night.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TestDamage(CodedTests, TierFixtures):
     def medium(
         self, request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer
     ) -> Iterator[tuple[Callable[[], Tier], Damage]]:
-        """What makes the tier, and what damages its medium."""
+        """Return a function that makes the tier, and one that damages its medium."""
         if request.param == "files":
             options = FilesOptions(path=str(tmp_path))
             yield lambda: FilesTier(options), lambda chance: damage_files(tmp_path, chance)

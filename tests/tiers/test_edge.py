@@ -1,4 +1,4 @@
-"""The edge of a level: the suite through it, and what becomes of damage, room and order."""
+"""The codecs of a level: the suite through them, and damage, room and order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestShrinkingFiles(Shrinking, TierTests):
 
 
 class TestFilesWithRoomToSpare(TestShrinkingFiles):
-    """Blocks so large that what they leave free of their slots is neither written nor read."""
+    """The unused rest of the slots of large blocks is neither written nor read."""
 
     @pytest.fixture
     def block_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The files tier: the suite on real files and on the fake disk, and what is special to files."""
+"""The files tier: the suite on real files and on the fake disk, and tests of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = 4096
 
 
 class FilesTests(TierTests):
-    """What the suite needs to look behind the back of a files tier."""
+    """Gives the suite access to the files of a tier."""
 
     survives = True
     ends = False
@@ -41,7 +41,7 @@ class FilesTests(TierTests):
         return 16
 
     def where(self, tier: Tier, ref: Ref) -> tuple[Path, int]:
-        """The file and the offset of a block's header, worked out anew."""
+        """Return the file and the offset of a block's header, computed independently."""
         assert isinstance(tier, FilesTier)
         context = tier.context
         stride = HEADER + context.layout.slot_bytes
@@ -144,7 +144,7 @@ class TestFiles(FilesTests):
         with pytest.raises(TierError) as caught:
             await tier.put(blocks.writes(blocks.some(4)))
         assert not caught.value.temporary
-        for _ in range(20):  # what is open stays usable, the log is compacted in place
+        for _ in range(20):  # open files stay usable, the log is compacted in place
             await blocks.remove(tier, items[:1])
             await blocks.put(tier, 0)
         assert await blocks.get(tier, items) == [True] * 4

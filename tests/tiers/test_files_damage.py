@@ -1,4 +1,4 @@
-"""What a files tier makes of damaged, truncated, stale and unreadable blocks."""
+"""A files tier with damaged, truncated, stale and unreadable blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BLOCKS = [(key(n), n) for n in range(3)]
     ],
 )
 async def test_a_flipped_byte_is_a_miss(machine: Machine, tier: FilesTier, byte: int) -> None:
-    """In the label, or anywhere in the payload; what follows the label is for lost logs alone."""
+    """In the label, or anywhere in the payload; the bytes after the label serve lost logs only."""
     fields = LABEL_BYTES
     machine.disk.flip(machine.home / SEGMENT, STRIDE + byte, 0x10)
     damaged = byte < fields or byte >= 4096

@@ -1,4 +1,4 @@
-"""What a purge leaves on a real disk while a cache runs: nothing of its salt, all of the others."""
+"""The bytes on a real disk after a purge of a running cache: none of its salt, all of others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(cache: CacheManager, salt: str, count: int = 20, **options) -> list[Blo
 
 
 def seen(path: Path, wanted: Sequence[BlockKey]) -> int:
-    """Of how many blocks any bytes are in the files."""
+    """Return how many blocks have any bytes in the files."""
     raw = b"".join(file.read_bytes() for file in path.rglob("seg-*"))
     return sum(any(payload(k)[i : i + 32] in raw for i in (0, 4100, 9900)) for k in wanted)
 

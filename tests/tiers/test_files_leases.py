@@ -202,7 +202,7 @@ async def test_the_path_may_be_kept_locked_for_a_while_only(
     await tier.aclose()
 
 
-# ---- what somebody else put there
+# ---- files of other users
 
 
 @pytest.mark.parametrize("name", ["LOCK", "@", "@/META", "@/index.log", "@/seg-00000", "@/LOCK"])

@@ -1,6 +1,6 @@
 """A million blocks are found again, each at its place.
 
-How long that takes is for ``benchmarks/bench_files.py`` to say.
+``benchmarks/bench_files.py`` measures the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A files tier says what other namespaces hold, and what has changed since, whatever lies there."""
+"""A files tier reports other namespaces' blocks and changed fields, whatever files exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def disk() -> FakeDisk:
 
 @pytest.fixture
 def new(disk: FakeDisk) -> Iterator[Callable[..., Machine]]:
-    """Makes machines of other namespaces on one disk, told apart by a field."""
+    """Make machines of other namespaces on one disk, distinguished by a field."""
     machines: list[Machine] = []
 
     def make(salt: str = "first", **fields: str) -> Machine:
@@ -44,7 +44,7 @@ New = Callable[..., Machine]
 
 
 async def said(machine: Machine, *, put: bool = True) -> dict[str, str]:
-    """What a tier describes of its neighbours; it stores a block before it ends."""
+    """Return a tier's description of its neighbours; it stores a block before it ends."""
     tier, _ = await machine.open(capacity=3)
     found = {k: v for k, v in tier.describe().items() if k in {"others", "changed", "differs"}}
     if put:

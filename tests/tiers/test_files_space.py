@@ -50,14 +50,14 @@ def segments(machine: Machine) -> int:
 
 
 def change_meta(machine: Machine, **changes: object) -> None:
-    """Have META say something else, and be whole all the same."""
+    """Change fields of META, and keep it valid."""
     path = machine.home / "META"
     meta = msgspec.json.decode(machine.disk.content(path).splitlines()[0])
     machine.disk.put(path, sealed(msgspec.json.encode({**meta, **changes})))
 
 
 def seal_log(disk: FakeDisk, path: Path, *, version: int) -> None:
-    """Have a log's header say another version, and be whole all the same."""
+    """Change the version in a log's header, and keep it valid."""
     data = bytearray(disk.content(path))
     data[8:10] = version.to_bytes(2, "little")
     data[56:64] = xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
@@ -157,7 +157,7 @@ async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> N
 
 
 async def test_an_earlier_format_is_begun_anew_with_one_notice(disk: FakeDisk, new: New) -> None:
-    """Blocks of another format cannot be read, so nobody waits until all headers were looked at."""
+    """Blocks of another format are unreadable, so the start does not scan all headers."""
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0), (1, 3))
@@ -330,7 +330,7 @@ async def test_too_many_open_files_when_reading(disk: FakeDisk, new: New) -> Non
     await tier.aclose()
 
 
-# ---- the capacity, and others who use the path
+# ---- the capacity, and other users of the path
 
 
 async def test_a_lower_capacity_gives_room_back(new: New) -> None:
@@ -382,7 +382,7 @@ async def test_other_namespaces_stay_as_long_as_there_is_room(new: New) -> None:
 
 
 async def test_who_stores_little_leaves_what_others_stored(new: New) -> None:
-    """A segment is a sixteenth of the capacity at most, however large a one is asked for."""
+    """A segment has at most a sixteenth of the capacity, however large its setting is."""
     capacity = 16 * 2
     large: dict[str, Any] = {"capacity": capacity, "segment": capacity * STRIDE}
     machines = [new(str(number)) for number in range(16)]

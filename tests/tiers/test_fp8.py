@@ -1,4 +1,4 @@
-"""The lossy codec: how far off what comes back may be, and what it is refused for."""
+"""The lossy codec: the error of decoded numbers, and the layouts that it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layout_of(element: str, rows: int = 16) -> Layout:
 
 
 def near(found: bytes, block: bytes, element: str) -> bool:
-    """Whether each number is as close as the codec says."""
+    """Return whether each number is within the codec's tolerance."""
     dtype, half, smallest = DTYPES[element]
     x = torch.frombuffer(bytearray(block), dtype=dtype).double().view(-1, ROW)
     y = torch.frombuffer(bytearray(found), dtype=dtype).double().view(-1, ROW)

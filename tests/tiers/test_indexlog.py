@@ -1,4 +1,4 @@
-"""The index log alone: what counts, what is passed over, and compaction."""
+"""The index log alone: valid records, skipped records, and compaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found(disk: FakeDisk, *, places: int = PLACES) -> list[RecoveredBlock]:
 
 
 def set_version(disk: FakeDisk, version: int) -> None:
-    """Have the header say so, whole."""
+    """Set the version in the header, and keep it valid."""
     data = bytearray(disk.content(PATH))
     data[8:10] = version.to_bytes(2, "little")
     data[56:64] = xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
@@ -224,7 +224,7 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
 
 
 def fill(log: IndexLog, rounds: int) -> list[RecoveredBlock]:
-    """Put and remove again and again; what is there in the end."""
+    """Put and remove repeatedly; return the remaining items."""
     log.put([item(1), item(2)])
     for number in range(3, 3 + rounds):
         log.put([item(number, 7)])

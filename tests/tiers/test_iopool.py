@@ -35,7 +35,7 @@ def jobs(*jobs: Callable[[], int]) -> list[Callable[[], int]]:
 
 
 class Note:
-    """A job that says that it ran."""
+    """A job that records its run."""
 
     def __init__(self, order: list[str], name: str) -> None:
         self.order, self.name = order, name
@@ -46,7 +46,7 @@ class Note:
 
 
 class Gate:
-    """A job that says when it has begun and ends when it is told."""
+    """A job that signals its begin and ends on request."""
 
     def __init__(self) -> None:
         self.began = threading.Event()

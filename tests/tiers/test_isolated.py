@@ -1,4 +1,4 @@
-"""Tiers in processes of their own: the suite, and what a tier can do there to nobody else."""
+"""Isolated tiers: the suite, and faults of a tier that reach no other part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestFiles(TierTests):
 
 
 def children():
-    """The child processes that there are, dead ones that nobody waited for among them."""
+    """Return the child processes, including dead ones that were not reaped."""
     return {
         int(pid)
         for told in Path("/proc/self/task").glob("*/children")
@@ -48,18 +48,18 @@ def children():
 
 
 def is_alive(pid):
-    """Whether there is such a process, a dead one that nobody waited for among them."""
+    """Return whether a process exists, including a dead one that was not reaped."""
     return Path(f"/proc/{pid}").exists()
 
 
 async def until(is_so):
-    """Wait for something that nobody tells."""
+    """Wait for a condition that sends no event."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(PAUSE_S)
 
 
 async def again(call):
-    """What a call answers as soon as it is answered."""
+    """Return the answer of a call once it has one."""
     while True:
         try:
             return await call()
@@ -122,7 +122,7 @@ class TestFaults(TierFixtures):
         order.write_text(what)
         with pytest.raises(TierError, match=f"the process of UnrulyTier has ended: {how}"):
             await tier.put(blocks.writes(blocks.some(0)))
-        with pytest.raises(TierError, match="is being started"):  # nobody waits for the next one
+        with pytest.raises(TierError, match="is being started"):  # no call waits for the next one
             await tier.put(blocks.writes(blocks.some(0)))
         order.unlink()
         await again(lambda: tier.contains([]))

@@ -1,4 +1,4 @@
-"""The label of a block: what stands in it, and what becomes of one that is not right."""
+"""The label of a block: its fields, and the treatment of invalid ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_goes_in_comes_out(key: bytes, facts: Facts, steps: bytes) -> None:
 
 
 def test_the_head_is_where_it_was() -> None:
-    """Every release of this version reads what any other wrote: it never moves."""
+    """Every release of this version reads the labels of all others, so the head never moves."""
     label = LABELS.pack(KEY, BLOCK, Facts(35, 40, 1.5, b"8 bytes!", 5), Coding(SIZE, b"steps"))
     head = pack(
         "<8sHBxHxxQ32s32sBBB5xd8s16s",
@@ -145,11 +145,11 @@ def test_a_label_is_made_once() -> None:
     assert write.label() is label
 
 
-# ---- labels that somebody, or chance, has made
+# ---- labels made by attackers or by chance
 
 
 class Fuzz:
-    """Makes labels that are wrong, and says what a level makes of them."""
+    """Makes invalid labels, and returns a level's verdict on them."""
 
     def __init__(self, seed: int, *codecs: Codec) -> None:
         self.random = Random(seed)
@@ -165,7 +165,7 @@ class Fuzz:
         self.slot = memoryview(bytearray(SIZE))
 
     def outcome(self, label: bytes, stored: bytes) -> Outcome:
-        """What became of it; no byte that is wrong is good."""
+        """Return the verdict, and assert that no wrong byte is accepted."""
         self.slot[: len(stored)] = stored
         told(label)
         outcome, coding = LABELS.check(KEY, label, self.slot[: len(stored)])
@@ -174,7 +174,7 @@ class Fuzz:
         return outcome
 
     def damaged(self, data: bytes) -> bytes:
-        """With bits inverted, cut, moved, or all noise."""
+        """Return a label with inverted bits, cut, moved, or replaced by noise."""
         random, changed = self.random, bytearray(data)
         match random.randrange(5):
             case 0:
@@ -274,7 +274,7 @@ OTHERS = {
     "files/log.py": "records",
     "nixl/tier.py": "which server a key goes to",
 }
-"""Who else packs or takes checksums, and of what; nobody of a block."""
+"""Other modules that pack bytes or take checksums, and their subjects: never a block."""
 
 
 def test_one_place_packs_and_one_checks() -> None:

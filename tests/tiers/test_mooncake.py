@@ -156,13 +156,13 @@ class TestFaults(TierFixtures):
             await asyncio.sleep(0.05)
 
     async def test_a_put_that_died_is_not_there_and_is_in_nobodys_way(self, tier, blocks, store):
-        """The master keeps its name, and says of all calls but a put that it is not ready."""
+        """The master keeps its name, and answers all calls but a put with "not ready"."""
         stored, cut = await blocks.put(tier, 0), blocks.some(4)
         blocks.fill(cut)
         store.nodes[0].kill(signal.SIGSTOP)
         task = asyncio.create_task(tier.put(blocks.writes(cut)))
         name = TestMooncake.name(tier, cut[0].ref)
-        while store.client("get_size", name) != NOT_READY:  # noqa: ASYNC110 - nobody tells
+        while store.client("get_size", name) != NOT_READY:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises((asyncio.CancelledError, TierError)):

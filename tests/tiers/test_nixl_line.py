@@ -69,7 +69,7 @@ class Near:
         return await self.line.here.put(keys, [*numbers], sizes, facts, label)
 
     async def get(self, *numbers):
-        """Which blocks came, all of them right."""
+        """Return which blocks arrived, all with the right bytes."""
         self.poison()
         got = await self.line.here.get([self.key(n) for n in numbers], [*numbers])
         for n, length in zip(numbers, got.lengths, strict=True):
@@ -141,7 +141,7 @@ async def test_a_commit_may_come_as_soon_as_the_grant_is_sent():
         assert fabric.exporter.gauges()["messages_refused"] == 0
 
 
-@pytest.mark.real  # in the order in which they were asked for
+@pytest.mark.real  # in the order of the calls
 async def test_what_is_granted_is_on_its_way_before_labels_are_made():
     async with pair() as (near, fabric):
         await near.line.tried()

@@ -1,4 +1,4 @@
-"""The NIXL tier over several far ends, in simulated time: who has which block, and who is away."""
+"""The NIXL tier over several far ends, in simulated time: owners of blocks, missing ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "nixl.md"
 
 
 class Fabrics(TierFixtures):
-    """Five far ends, and what the tier has instead of ZeroMQ and NIXL."""
+    """Five far ends, and stand-ins for ZeroMQ and NIXL."""
 
     @pytest_asyncio.fixture
     async def fabrics(self, monkeypatch):
@@ -111,7 +111,7 @@ class TestWhoHasIt(Fabrics):
         return lambda: NixlTier(NixlOptions(servers=SERVERS, peers=PEERS, keys="k"))
 
     def spread(self):
-        """How many blocks each far end has."""
+        """Return how many blocks each far end has."""
         return [len(fabric.offers.blocks) for fabric in self.network.values()]
 
     async def test_blocks_are_spread_and_each_is_in_one_server(self, tier, blocks):
@@ -158,7 +158,7 @@ class TestWhoHasIt(Fabrics):
         assert await blocks.get(tier, stored) == [True] * 3, "they are asked in turn"
 
     def move(self, block, to):
-        """Have another far end have a block, and nobody else."""
+        """Move a block to another far end."""
         for fabric in self.network.values():
             for name in [name for name in fabric.offers.blocks if name.endswith(block.key)]:
                 slot, length, label = fabric.offers.blocks[name]
@@ -234,7 +234,7 @@ def entry(address, **more):
 
 
 class TestRoster(Fabrics):
-    """Who is there is read from a Redis."""
+    """Far ends are read from a list in Redis."""
 
     @pytest.fixture
     def capacity(self):

@@ -25,7 +25,7 @@ def server(tmp_path_factory):
 
 
 class ObjectTierTests(TierTests):
-    """The suite, and what is said of objects alone, over whatever the fixture ``store`` is."""
+    """The suite, and tests of objects, over any store given by the fixture ``store``."""
 
     real = True
 
@@ -130,7 +130,7 @@ class ObjectTierTests(TierTests):
         assert [self.store.get(stranger) for stranger in strangers] == [b"somebody else's"] * 5
 
     async def test_a_purge_of_a_salt_takes_with_it_what_nobody_can_tell(self, tier, blocks):
-        """Cut or damaged blocks, and those of other versions, which nobody here can read."""
+        """Cut or damaged blocks, and those of other versions, which this version cannot read."""
         kept, cut, damaged, empty = await blocks.put(tier, 0, 1, 2, 3)
         self.store.put(name_of(tier, empty), b"")
         for block, size in ((cut, 100), (damaged, 1000)):

@@ -36,7 +36,7 @@ def cache_over(url, options=None, *, salt="", **settings):
 
 
 def load(cache, wanted):
-    """How many leading blocks come, each checked, from below the host level."""
+    """Return how many leading blocks arrive from below the host level, each checked."""
     forgotten(cache, wanted)
     came = loaded(cache, wanted)
     assert not came.wrong_bytes
@@ -45,7 +45,7 @@ def load(cache, wanted):
 
 
 def comes_back(cache, wanted):
-    """Whether all that is saved now is loaded again."""
+    """Return whether all blocks saved now are read back."""
     stored(cache, wanted)
     return load(cache, wanted) == len(wanted)
 
@@ -58,7 +58,7 @@ def server(tmp_path):
 
 @pytest.fixture(params=["server", "folder"])
 def store(request, tmp_path):
-    """What a cache is opened over."""
+    """Return the store of a cache."""
     if request.param == "folder":
         return f"file://{tmp_path}", {}
     server = request.getfixturevalue("server")
@@ -66,7 +66,7 @@ def store(request, tmp_path):
 
 
 def patient(**settings):
-    """For tests in which nothing is slow on purpose."""
+    """Return long timeouts for tests in which nothing is slow on purpose."""
     return {"timeout": "1 m", **settings}
 
 
@@ -133,7 +133,7 @@ def test_a_bucket_that_is_taken_away(server):
 
 
 class Throttling(BaseHTTPRequestHandler):
-    """Asks everybody to slow down, but who lists."""
+    """Answers all requests except lists with a demand to slow down."""
 
     timeout = 1.0  # a connection that a client keeps open does not keep a thread
 

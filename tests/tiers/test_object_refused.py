@@ -1,4 +1,4 @@
-"""What an object store tier refuses at the start, and what its settings refuse before that."""
+"""Errors of an object store tier at the start, and errors of its settings before that."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_options_that_the_library_does_not_take(server, options):
 @pytest.mark.slow
 def test_a_user_who_may_do_nothing(tmp_path):
     with ObjectServer(tmp_path) as server:
-        server.ask("POST", "moto-api/reset-auth", b"0")  # from now on users are asked for
+        server.ask("POST", "moto-api/reset-auth", b"0")  # the server requires a user from now on
         error = refused(**over(server))
         assert "403" in error.message
         assert "may list, get, put and delete" in error.hint

@@ -44,7 +44,7 @@ async def connected(options):
 
 
 def sockets():
-    """How many sockets this process has."""
+    """Return the number of sockets of this process."""
     found = 0
     for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the folder itself

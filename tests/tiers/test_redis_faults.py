@@ -45,7 +45,7 @@ def payload(key):
 
 
 def load(cache, wanted):
-    """How many leading blocks come, each checked; and how long that takes."""
+    """Return how many leading blocks arrive, each checked, and how long that takes."""
     came = loaded(cache, wanted)
     assert not came.wrong_bytes
     return came.blocks, came.took_s
@@ -253,7 +253,7 @@ def replicated(tmp_path):
 
 
 def promoted(server):
-    """Whether a replica is the master now; a Sentinel that makes it one kills its clients."""
+    """Return whether a replica is the master now; a promotion by a Sentinel kills its clients."""
     try:
         return server.run("INFO", "replication")["role"] == "master"
     except redis.ConnectionError:
@@ -289,7 +289,7 @@ def test_slots_that_move_under_load(tmp_path):
                 target.run("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
                 source.run("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
                 for name in source.run("CLUSTER", "GETKEYSINSLOT", slot, 100):
-                    time.sleep(0.02)  # its gets are answered with ASK meanwhile
+                    time.sleep(0.02)  # its gets are answered with ASK in between
                     source.run("MIGRATE", "127.0.0.1", target.port, name, 0, 1000)
                 for server in (target, source, servers[2]):
                     server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])

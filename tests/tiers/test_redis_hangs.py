@@ -1,4 +1,7 @@
-"""Real servers of which one takes connections and says nothing; see test_redis_servers.py, too."""
+"""Real servers, where one accepts connections and stays silent.
+
+See test_redis_servers.py, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def silent():
-    """The port of a server that says nothing."""
+    """Return the port of a silent server."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         yield listening.getsockname()[1]
 
@@ -57,7 +60,7 @@ def test_all_sentinels_hang(silent):
 
 @contextmanager
 def unconcerned(folder):
-    """The servers of a cluster that take a silent one for well, and go on."""
+    """Yield the servers of a cluster that treat a silent one as healthy and continue."""
     with redis_cluster(folder) as servers:
         for server in servers:
             server.configure(cluster_node_timeout=600_000)
@@ -87,7 +90,7 @@ def test_a_cache_finds_what_the_others_have(tmp_path):
 
 
 def _ending_elsewhere(tier, servers):
-    """A prefix of which only the last block is on a certain server."""
+    """Return a prefix with only its last block on a certain server."""
     for number in range(1000):
         wanted = keys(number, 1, 2, 3)
         names = [key_of(tier, Ref(key, 0)) for key in wanted]

@@ -42,9 +42,9 @@ def quota(*, tenant=None, namespace=None, recount="1 h"):
 
 
 def settled(*caches):
-    """Wait until the first recount is over: what is written meanwhile may count twice."""
+    """Wait for the end of the first recount: blocks written before may count twice."""
     for cache in caches:
-        load(cache, flat(10**9))  # a call that has it begin
+        load(cache, flat(10**9))  # a call starts it
         tier = cache._stack.levels[0].tier
         until(lambda tier=tier: tier._gauges and tier._asking is None)  # type: ignore[misc]
 
@@ -67,7 +67,7 @@ def flat(*numbers):
 
 
 def counters(server, cache):
-    """What the server has been told, by salts and in all, in blocks."""
+    """Return the server's counters, by salt and in total, in blocks."""
     found = server.run("HGETALL", b"kvladder:1:%b:bytes" % cache.namespace.hex()[:32].encode())
     assert all(int(count) % VALUE == 0 for count in found.values())
     return {name: int(count) // VALUE for name, count in found.items() if int(count)}
@@ -172,7 +172,7 @@ def test_what_codecs_saved_is_not_charged(server):
 
 
 def test_a_recount_puts_right_what_the_server_lost(server):
-    """As after evictions, expiry, and an engine that died before it could say what it did."""
+    """As after evictions, expiry, and an engine that died before it could update the counters."""
     settings = quota(tenant=4)
     with cache_over(server.url, **settings) as cache:
         settled(cache)
@@ -207,7 +207,7 @@ def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
         server.run("ACL", "SETUSER", "default", "+scan")
 
         def is_put_right():
-            stored(cache, flat(next(more)))  # what is due is done while there is something to do
+            stored(cache, flat(next(more)))  # pending updates are sent with the next calls
             return b"deadsalt" not in counters(server, cache)
 
         until(is_put_right)
@@ -268,7 +268,7 @@ class TestTier(Values):
 
     @pytest.fixture
     async def tier(self, opened, blocks):
-        """One whose first recount is over, as ``settled`` says."""
+        """Return a tier after its first recount, as ``settled`` waits for it."""
         tier = await opened()
         await blocks.contains(tier, blocks.some(0))
         if tier._asking is not None:
@@ -293,7 +293,7 @@ class TestTier(Values):
         assert tier.gauges()["namespace_bytes"] == before
 
     async def owing(self, tier, blocks, server):
-        """Remove two blocks, which a full server cannot be told; their size in bytes."""
+        """Remove two blocks while the full server cannot count it; return their size in bytes."""
         items = await blocks.put(tier, 0, 1)
         held = tier.gauges()["namespace_bytes"]
         server.configure(maxmemory_policy="noeviction", maxmemory=1)
@@ -311,7 +311,7 @@ class TestTier(Values):
         blocks.fill(more)
         server.pause()
         putting = asyncio.create_task(tier.put(blocks.writes(more)))
-        while tier._quotas._owed:  # until it is being told  # noqa: ASYNC110 - no event says so
+        while tier._quotas._owed:  # until it is being sent  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         putting.cancel()
         await asyncio.wait({putting})
@@ -321,7 +321,7 @@ class TestTier(Values):
         server.resume()
 
     async def test_what_is_owed_goes_with_the_counters(self, tier, blocks, server):
-        """Else the namespace could have more than its quota from then on."""
+        """Otherwise the namespace could exceed its quota from then on."""
         await self.owing(tier, blocks, server)
         assert await tier.purge(None, lambda *_: None) == 0
         server.configure(maxmemory=0)

@@ -1,4 +1,4 @@
-"""What a Redis tier refuses at the start, and what its settings refuse before that."""
+"""Errors of a Redis tier at the start, and errors of its settings before that."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
 class Scripted:
     """A server that answers each connection's messages with its replies, and then hangs up.
 
-    It echoes what it is asked to, and begins anew with each further client.
+    It answers echoes, and starts again with each further client.
     """
 
     def __init__(self, *replies):

@@ -1,4 +1,4 @@
-"""Which server a command goes to, of those that fail, hang and talk nonsense; in virtual time."""
+"""The server of each command, among servers that fail, hang and send nonsense; in virtual time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ONE, TWO, THREE, FOUR = (Address("here", port) for port in (1, 2, 3, 4))
 
 
 class World:
-    """Servers, and the way in to them, which takes no time; each says which it is.
+    """Servers and their addresses; connections take no time, and each reply names its server.
 
-    A key of a cluster is on the server that owns its slot; others say where that is.
+    A key of a cluster is on the server that owns its slot; others answer with its address.
     """
 
     limit_s = 20.0
@@ -74,7 +74,7 @@ class World:
         return self.masters[address]
 
     def said(self, address, name):
-        """What a server replies to a command for a key."""
+        """Return a server's reply to a command for a key."""
         if (address, name) in self.says:
             return ReplyError(self.says[address, name])
         owner = self.owners[key_slot(name)]
@@ -331,7 +331,7 @@ async def test_sentinels_of_which_none_answers(world):
 
 
 async def abandoned(world):
-    """Return servers, one of which was silent until a call had given up, and answers again."""
+    """Return servers; one was silent until a call was abandoned, and answers again."""
     world.owners = [ONE] * SLOTS
     servers = servers_of(world, ONE)
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES

@@ -60,7 +60,7 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
         for server in servers:
             assert server.run("DBSIZE") == 0
             denied = [dict(entry) for entry in server.run("ACL", "LOG")]
-            # what is not known yet is not missed
+            # a missing permission not yet noticed does no harm
             assert not [entry for entry in denied if b"client" not in entry[b"object"]], denied
         with pytest.raises(redis.exceptions.NoPermissionError):
             servers[0].run("FLUSHALL", username="kv", password="password")

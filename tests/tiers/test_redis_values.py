@@ -1,4 +1,4 @@
-"""What lies under a block's key on a real server: fuzzed, foreign, evicted, expired, in parts."""
+"""Values under a block's key on a real server: fuzzed, foreign, evicted, expired, in parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestValues(Values):
     async def test_what_lies_where_a_block_belongs_is_replaced_if_it_cannot_be_one(
         self, tier, blocks
     ):
-        """Also by an engine that never read it: saving is enough to heal a damaged server."""
+        """Also by an engine that never read it: a save suffices to repair a damaged server."""
         items = blocks.some(*range(8))
         key = [key_of(tier, item) for item in items]
         self.run("LPUSH", key[0], "a list")

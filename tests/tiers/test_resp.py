@@ -1,4 +1,4 @@
-"""The reader of replies: whatever pieces they come in, and however far ahead is asked."""
+"""The reader of replies, with replies in any pieces and any number of commands sent ahead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Server:
         self._written = bytearray()
         self._given = 0
         self.strays = {}
-        """What comes before the reply of this number, which nobody asked for."""
+        """The unrequested bytes before the reply of this number."""
         self.closing = False
         wire.connection_made(self)
 
@@ -50,7 +50,7 @@ class Server:
         assert high > low
 
     def get_extra_info(self, name):
-        """Neither a socket nor TLS."""
+        """Return None: there is neither a socket nor TLS."""
 
     def is_closing(self):
         return self.closing
@@ -63,18 +63,18 @@ class Server:
 
     @property
     def asked(self):
-        """How many commands have been written."""
+        """Return how many commands have been written."""
         return self._written.count(b"GETRANGE")
 
     @property
     def _said(self):
-        """All that it has to say so far, the echo last."""
+        """Return all pending replies, the echo last."""
         replies = [self.strays.get(n, b"") + text for n, text in enumerate(self._replies)]
         marks = re.findall(rb"ECHO\r\n(\$\d+\r\n[^\r]+\r\n)", self._written)
         return b"".join(replies[: self.asked] + marks) + self.strays.get(-1, b"") * len(marks)
 
     def deliver(self, count):
-        """Have at most so many bytes come; False if there are none."""
+        """Deliver at most this number of bytes; return False if there are none."""
         ready = self._said[self._given :][:count]
         while ready:
             buffer = self._wire.get_buffer(-1)
@@ -90,7 +90,7 @@ class Server:
 
 
 def spelled(kind, number):
-    """A reply as it comes, and what it comes to."""
+    """Return a reply as bytes, and its value."""
     if isinstance(kind, str):
         known = {"+OK": b"OK", ":7": 7, ":-1": -1}
         return kind.encode() + b"\r\n", known.get(kind)
@@ -99,7 +99,7 @@ def spelled(kind, number):
 
 
 async def turns():
-    """Have whatever is ready go on."""
+    """Let all ready work run."""
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -285,7 +285,7 @@ def test_kill_9_of_the_owner_leaves_nothing_behind() -> None:
 
 
 def resident_bytes(arena: Arena) -> int:
-    """How much of its mapping this process has pages for."""
+    """Return how much of its mapping has pages in this process."""
     wanted = f"{arena.address:x}-"
     lines = Path("/proc/self/smaps").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(wanted))
@@ -312,7 +312,7 @@ def test_no_copy_has_to_map_pages() -> None:
 
 
 def mapped(arena: Arena, field: str) -> str:
-    """What ``/proc/self`` tells of its mapping: a field of smaps, or its line in numa_maps."""
+    """Return a field of its mapping from smaps in ``/proc/self``, or its line in numa_maps."""
     name = "numa_maps" if field == "policy" else "smaps"
     lines = Path("/proc/self", name).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"{arena.address:x}"))

@@ -40,7 +40,7 @@ def test_tables_hold_every_column():
 
 @pytest.fixture
 def benches(monkeypatch, tmp_path):
-    """Two benchmarks, the second of which fails after its first row."""
+    """Return two benchmarks; the second one fails after its first row."""
 
     def good():
         yield Row(name="one", unit="s", ours=1)

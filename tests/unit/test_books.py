@@ -107,7 +107,7 @@ def test_an_index_moves_nothing_while_it_fills_up() -> None:
 
 
 def gone_through() -> int:
-    """How many references a collection of garbage follows."""
+    """Return how many references a garbage collection follows."""
     gc.collect()
     return sum(len(gc.get_referents(one)) for one in gc.get_objects())
 

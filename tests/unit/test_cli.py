@@ -1,4 +1,4 @@
-"""The command line: what is printed, and with which exit code."""
+"""The command line: output and exit codes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def left(config):
 
 @contextmanager
 def listening(path):
-    """Somebody who has the socket, and never answers."""
+    """Hold the socket, and never answer."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(path))
         silent.listen()

@@ -48,7 +48,7 @@ def fill(cache):
 
 
 def engine(config):
-    """What the other process does until its input ends."""
+    """Run the engine in the other process until its input ends."""
     with open_cache(config, layout=LAYOUT) as cache:
         fill(cache)
         for line in chain([""], sys.stdin):
@@ -107,7 +107,7 @@ def write(tmp_path, *, isolate=False, **more):
 
 
 def lies(tmp_path):
-    """Of which salts there are bytes in the files."""
+    """Return the salts with bytes in the files."""
     raw = b"".join(path.read_bytes() for path in tmp_path.rglob("seg-*"))
     return [salt for salt in ("red", "blue") if mark(salt)[:100] in raw]
 

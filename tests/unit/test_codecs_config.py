@@ -1,4 +1,4 @@
-"""Codecs in a configuration: short and long form, and what each tier can have."""
+"""Codecs in a configuration: short and long form, and the codecs that each tier accepts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Vault(Codec):
     Options = VaultOptions
 
     def __init__(self, options):
-        """It keeps nothing of them."""
+        """Ignore the options."""
 
     def encode(self, data, target, subject):
         return None

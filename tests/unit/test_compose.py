@@ -1,4 +1,4 @@
-"""From a configuration to a running cache: what of it reaches the parts."""
+"""From a configuration to a running cache: the settings that reach the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is filled in, and what it comes to."""
+"""Configurations: settings read, defaults, and the resulting sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cold(**settings):
     return {"type": "memory", "capacity": "1 GiB", **settings}
 
 
-# ---- what is read
+# ---- settings read
 
 
 def test_what_is_not_said_has_a_default(load):
@@ -196,7 +196,7 @@ def test_what_is_registered_must_be_of_its_kind(refusal, monkeypatch, kind):
     assert "is no " in str(refusal(tiers(entry)))
 
 
-# ---- what it comes to
+# ---- results
 
 
 def test_sizes_are_told_in_blocks_and_tokens(load):
@@ -237,7 +237,7 @@ GPU = {
 
 
 def test_every_setting_of_the_pools_is_shown():
-    """Other tests hold what each does; one that is added has to be here."""
+    """Other tests cover the effect of each; a new setting must be added here."""
     assert GPU.keys() == {field.encode_name for field in msgspec.structs.fields(GpuConfig)}
     for name, (value, shown) in GPU.items():
         text = load_config({"gpu": {name: value}}, env={}).describe()

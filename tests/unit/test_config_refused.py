@@ -1,4 +1,4 @@
-"""Configurations: what is refused, where that is said to be, and what is said."""
+"""Configurations that are refused: the path and the text of each error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cold(**settings):
     return {"type": "memory", "capacity": "1 GiB", **settings}
 
 
-# ---- what is refused, where that is said to be, and what is said
+# ---- refused settings, with the path and the text of each error
 
 
 @pytest.mark.parametrize(

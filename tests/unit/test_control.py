@@ -1,4 +1,4 @@
-"""The control socket of a running cache: what it answers, refuses, survives and leaves behind."""
+"""The control socket of a running cache: its answers, refusals, robustness and cleanup."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save(cache, numbers, salt=""):
 
 
 def said(path, data, *, more=True):
-    """What comes back for these bytes, until it hangs up or has answered each line."""
+    """Return the replies to these bytes, until it hangs up or has answered each line."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(PATIENCE_S)
         stream.connect(str(path))
@@ -232,12 +232,12 @@ def test_nobody_else_may_connect_and_nothing_stays(path):
     later.close()
     assert list(path.parent.iterdir()) == []
     left = set(Path("/proc/self/fd").iterdir()) - before
-    assert not left  # and what others left behind may have been closed meanwhile
+    assert not left  # leftovers of other tests may have been closed in between
 
 
 def test_whoever_comes_while_it_closes_is_cut_off(path):
     """A client that was accepted a moment before has no task yet that could be ended."""
-    runtime, nobody = Runtime(), cast("Any", None)  # which is asked nothing
+    runtime, nobody = Runtime(), cast("Any", None)  # it gets no calls
     for _ in range(100):
         server = ControlServer(path, nobody, runtime)
         clients = [socket.socket(socket.AF_UNIX) for _ in range(6)]

@@ -1,7 +1,6 @@
-"""The policy of docs/how-to/write-a-policy.md: the suite, whole caches, and what policies are told.
+"""The policy of docs/how-to/write-a-policy.md: the suite, whole caches, and the calls of policies.
 
-A recorder of the calls shows what a level tells a policy; the example shows that it is enough for
-S3-FIFO.
+A recorder shows the calls that a level makes; the example shows that they suffice for S3-FIFO.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TestS3Fifo(PolicyTests):
 
 
 class Recorder(PrioritizedLRU, KeyedPolicy):
-    """A prioritized LRU that keeps what it is told, and asserts that it is told all."""
+    """A prioritized LRU that records its calls, and asserts that none is missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class Recorder(PrioritizedLRU, KeyedPolicy):
         super().push(handle, priority, front=front)
 
     def take(self) -> tuple[list[tuple[int, BlockKey]], list[tuple[BlockKey, bool]]]:
-        """What it was told since the last time."""
+        """Return the calls since the last time."""
         told, self.came, self.left = (self.came, self.left), [], []
         return told
 
@@ -168,7 +167,7 @@ async def test_recovered_blocks_came_with_no_request() -> None:
 
 
 async def hits_of_hot_blocks(policy: EvictionPolicy) -> int:
-    """How many of 8 hot blocks a host of 20 slots still has after a scan of 64 blocks."""
+    """Return how many of 8 hot blocks a host of 20 slots still has after a scan of 64 blocks."""
     cache = await SimCache.open(slots=20, policy=policy)
     hot = cache.keys(*range(8))
     cache.save(hot)

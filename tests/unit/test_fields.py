@@ -1,4 +1,4 @@
-"""What a namespace is a digest of is kept as text: bounded, without secrets, comparable."""
+"""The fields behind a namespace are kept as text: bounded, without secrets, comparable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = {"engine": "vllm", "config": json.dumps({"rope_scaling": None, "layers":
 
 
 def changed(**fields):
-    """What is said of a namespace with these instead."""
+    """Return the reported changes of a namespace with these fields instead."""
     return changes(told(PLAIN), told({**PLAIN, **fields}))
 
 

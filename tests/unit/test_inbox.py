@@ -1,4 +1,4 @@
-"""The inbox holds claims on the slots of what waits, and its least valuable block gives way."""
+"""The write queue holds claims on the slots of its blocks, and drops its least valuable block."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Prompt:
         return keys.chain(self.tokens, parent=root, extra=self.extra)
 
     def prefix(self, blocks: int) -> tuple[object, ...]:
-        """What the key of the last of so many blocks must depend on, and nothing else."""
+        """Return all that the key of the block at this position depends on, and nothing else."""
         end = blocks * self.block_tokens
         extra = tuple(sorted((at, content) for at, content in self.extra if at < end))
         names = (frozenset(self.fields), self.deployment, self.block_tokens, self.salt, self.lora)
@@ -103,7 +103,7 @@ def test_keys_are_long_digests_of_whole_blocks() -> None:
 
 
 def test_the_chain_is_what_the_documentation_says() -> None:
-    """Worked out anew: other programs may have to make the same keys."""
+    """Computed independently: other programs may have to make the same keys."""
     keys = scheme()
     first = hashlib.sha256(keys.root() + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
     second = hashlib.sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()

@@ -1,4 +1,4 @@
-"""The lock of a cache: reentrant, and whoever works in the background lets others go first."""
+"""The lock of a cache: reentrant, and background threads let others go first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package at a Python prompt: its names, its version, its command, and what its objects say."""
+"""The package at a Python prompt: its names, its version, its command, and the reprs of objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json says: one token run through every type of model, and rules that read files."""
+"""Models from config.json: one token run through every type of model, and rules that read files."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def shapes(layers: list[Layer]) -> list[tuple[int, int | None]]:
 
 
 class Asked(dict[str, Any]):
-    """A file's values, and which of them were asked for."""
+    """A file's values, and the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -104,7 +104,7 @@ class Asked(dict[str, Any]):
 def read(
     folder: Path, values: dict[str, Any], asked: set[str] | None = None
 ) -> list[tuple[int, int | None]] | None:
-    """What the rules say; None if they refuse. Adds to ``asked`` the keys that they read."""
+    """Return the result of the rules, None if they refuse; ``asked`` gets the keys read."""
     model = ModelFile(written(folder, values), dtype="bfloat16", hint="")
     model.values = seen = Asked(model.values)
     try:
@@ -134,7 +134,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", all_types())
 def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
-    """Rules say of each type what one token shows, or refuse, whatever the file leaves out."""
+    """The rules give for each type the result of one token, or refuse, whatever is left out."""
     from transformers import AutoConfig
 
     if name.startswith("musicgen"):

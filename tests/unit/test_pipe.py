@@ -81,7 +81,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 class Target:
-    """Answers calls, and keeps what happened."""
+    """Answers calls, and records them."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -197,7 +197,7 @@ async def ended(pipe: Pipe, calls: Calls, why: str) -> None:
     await calls.begin(2)
 
 
-# ---- what is sent
+# ---- messages
 
 
 async def test_arguments_and_results_are_what_their_types_say() -> None:

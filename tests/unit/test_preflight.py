@@ -1,4 +1,4 @@
-"""What a configuration names is looked at before anything is opened."""
+"""Resources named in a configuration are examined before anything is opened."""
 
 from __future__ import annotations
 

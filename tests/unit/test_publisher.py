@@ -72,14 +72,14 @@ class Listener:
             self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
 
     def listen(self, wait_ms: int = 20) -> None:
-        """Take what has arrived."""
+        """Take all messages that have arrived."""
         while self.subscriber.poll(wait_ms):
             topic, number, payload = self.subscriber.recv_multipart()
             assert topic == b"kv.cache"
             self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
 
     def held(self) -> dict[str | None, set[Any]]:
-        """What the batches say that each level holds."""
+        """Return the blocks of each level according to the batches."""
         found: dict[str | None, set[Any]] = {}
         for number in sorted(self.batches):
             for event in self.batches[number].events:
@@ -133,7 +133,7 @@ def settled(cache: CacheManager) -> None:
 
 
 def heard(cache: CacheManager, listener: Listener, batches: int) -> None:
-    """Save blocks until so many batches came: what is sent before it has subscribed is lost."""
+    """Save blocks until this many batches arrived: earlier ones than the subscription are lost."""
     for number in range(1000, 1200):
         save(cache, number)
         settled(cache)

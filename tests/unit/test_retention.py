@@ -122,7 +122,7 @@ def test_both_answers_agree_with_a_list_of_tokens(cuts: list[int], block: int, t
     assert found == [(PRIORITY_DEFAULT if p is None else p, None) for p in expected]
 
 
-# ---- how long it lasts: the index of a level is what keeps it
+# ---- durations: the index of a level keeps them
 
 
 def index_with(priority: int, until_s: float) -> LevelIndex[int]:

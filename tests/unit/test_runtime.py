@@ -54,7 +54,7 @@ def test_the_loop_survives_what_others_raise_on_it(
     for _ in range(3):
         runtime.post(fail)
     assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
-    tasks.clear()  # what nobody awaited is told when it is forgotten
+    tasks.clear()  # an error that is not awaited is reported when it is forgotten
     assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     assert runtime.faults >= 3
     assert len(caplog.messages) == 1, "the rate is bounded"
@@ -150,7 +150,7 @@ async def test_what_a_function_raises_is_handed_over(error: type[BaseException])
 
 
 class Rogue(MemoryTier):
-    """Does what its class attribute says."""
+    """Follows its class attribute."""
 
     class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         pass

@@ -1,4 +1,4 @@
-"""Sessions: which blocks are whose, and what ends with them."""
+"""Sessions: the owner of each block, and the blocks that end with a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where settings come from: file, environment, engine; secrets and the short form."""
+"""Sources of settings: file, environment, engine; secrets and the short form."""
 
 from __future__ import annotations
 

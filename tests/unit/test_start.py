@@ -1,4 +1,4 @@
-"""Wrong settings end a start; what is broken today costs a level for a while. Real directories."""
+"""Wrong settings end a start; a broken resource costs a level for a while. Real directories."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_disk_that_does_not_work_now_costs_a_level_until_it_does(
     works = False
 
     class Broken(Disk):
-        """Its calls of one kind fail."""
+        """A disk with failing calls of one kind."""
 
     def fail(self: Disk, *arguments: Any) -> Any:
         if works:
@@ -107,7 +107,7 @@ def test_a_disk_that_does_not_work_now_costs_a_level_until_it_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_process_of_its_own_tells_what_is_wrong_as_well(*, isolate: bool) -> None:
-    path = Path("/sys/kvladder")  # where nobody may make a directory
+    path = Path("/sys/kvladder")  # no user may make a directory there
     error = refused(stack(path, isolate=isolate), LAYOUT)
     assert error.path == "tiers[1].path"
     assert REQUIRED in error.hint

@@ -1,4 +1,4 @@
-"""A task that has to go on is begun anew whatever it died of, and ends when it is told to."""
+"""A supervised task is restarted after any error, and ends when it is cancelled."""
 
 from __future__ import annotations
 

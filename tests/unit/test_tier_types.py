@@ -44,7 +44,7 @@ NAMED = {
     },
     "files": {
         "kvladder/config/sources.py",  # the short form
-        "kvladder/cli/purge.py",  # overwrites what is on disk while no cache runs
+        "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
     },

@@ -1,4 +1,4 @@
-"""At its start a cache says its namespace, what it found under it, and why it found nothing."""
+"""At its start a cache logs its namespace, the blocks found under it, and why none were found."""
 
 from __future__ import annotations
 

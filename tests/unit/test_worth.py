@@ -1,4 +1,4 @@
-"""What is measured of tiers and of computing, and what follows from it."""
+"""Measurements of tiers and of computing, and the decisions based on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvladder.policy.fetch_cost import (
 
 
 def measured(*points: tuple[int, float]) -> Pace:
-    """A pace of which so many blocks took so long, asked for one after the other."""
+    """Return a pace with these measurements of blocks and seconds, one read after the other."""
     pace, now_s = Pace(), 0.0
     for blocks, seconds in points:
         mark = pace.asked(blocks, now_s)
@@ -185,7 +185,7 @@ def test_one_slow_step_says_nothing() -> None:
 
 
 def test_many_short_steps_do_not_hide_what_long_prompts_take() -> None:
-    """A GPU computes a hundred tokens in the time of one: of thousands that says nothing."""
+    """A GPU computes a hundred tokens in the time of one: long prompts must be measured."""
     worth = FetchCostModel()
     worth.prefilled(100, 0.0)
     short = worth.estimate(AvoidedCompute(8000), 500)

@@ -1,4 +1,4 @@
-"""What engines are put through request by request; runs inside an engine's process."""
+"""Actions on engines request by request; runs inside an engine's process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SlowTier(MemoryTier):
 
 
 class PacedTier(MemoryTier):
-    """Takes ``block_s`` for each block that it gives; what waits hears of a change at once."""
+    """A tier that takes ``block_s`` for each block; waiting reads learn of a change at once."""
 
     batch_max = 8
     block_s: ClassVar[float] = 0.0
@@ -127,11 +127,11 @@ def sampling(tokens: int) -> Any:
 def share(
     engine: Any, *, prefixes: list[list[int]], count: int, others: list[list[int]]
 ) -> dict[str, Any]:
-    """``count`` requests that share some prefixes, all at once, and ``others`` that share none.
+    """Serve ``count`` requests that share some prefixes, all at once, and ``others`` without.
 
-    Returns when the last block of each one's prefix came, when its lookup was answered and when
-    it said its first token, in seconds after its arrival; the longest step; and how often each
-    block was fetched.
+    Returns for each request the times of its prefix's last block, of its lookup's answer and of
+    its first token, in seconds after its arrival; the longest step; and how often each block was
+    fetched.
     """
     llm, half = engine.llm.llm_engine, engine.half
     SlowTier.given.clear()
@@ -184,10 +184,10 @@ def churn(
     seconds: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Random requests for these prompts, with aborts and resets at any step.
+    """Serve random requests for these prompts, with aborts and resets at any step.
 
-    What is right the engine computes first. Goes on for a number of requests, or until as many
-    have finished and some seconds are over.
+    The engine computes the right answers first. The test ends after a number of requests, or once
+    that many have finished and some seconds have passed.
     """
     random, llm = Random(seed), engine.llm.llm_engine
     tokens = 24
@@ -241,10 +241,10 @@ def churn(
 
 
 def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """One prompt after the other while the paced tier takes so long for a block.
+    """Serve one prompt after the other while the paced tier takes ``block_s`` for a block.
 
-    Of each what was said, the tokens that came from the cache, the blocks that the tier was asked
-    for meanwhile, how often vLLM was told to wait, and the pages that its thread faulted in.
+    Returns for each prompt the answer, the tokens from the cache, the blocks that the tier was
+    asked for, how often vLLM had to wait, and the page faults of its thread.
     """
     PacedTier.block_s = block_s
     found: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
 
 
 def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[dict[str, Any]]:
-    """The same as often as it takes until so many tokens of one come from the cache."""
+    """Repeat a prompt until this number of its tokens comes from the cache."""
     found: list[dict[str, Any]] = []
     end = time.monotonic() + PATIENCE_S
     while not found or found[-1]["external"] < hits:
@@ -278,7 +278,7 @@ def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[d
 
 
 def forget(engine: Any) -> None:
-    """Empty every tier; vLLM and other connectors keep what they have."""
+    """Empty every tier; vLLM and other connectors keep their blocks."""
     engine.half.reset()
 
 

@@ -1,10 +1,10 @@
 """A real vLLM under random requests for a long time: ``python -m tests.vllm.soak --minutes 10``.
 
-One engine after the other, of another kind of model each, one of them with drafts. Requests share
-prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails, hangs
-and forgets. Each answer is what the engine said when it computed everything itself. Beside it runs
-the same without a cache: vLLM's own memory grows with the requests that it served, ours must not
-add to that more than the blocks that it holds.
+Engines run one after the other, each with another kind of model, one of them with drafts. Requests
+share prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails,
+hangs and forgets. Each answer must equal the engine's answer without cached blocks. The same runs
+without a cache for comparison: vLLM's own memory grows with the requests it has served, and
+kvladder must add no more than the blocks it holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
 
 
 def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
-    """One engine; raises AssertionError if anything is wrong, else returns what was counted."""
+    """Run one engine; raise AssertionError if anything is wrong, else return the counters."""
     kind, size, more = MIXES[mix]
     model = make(folder, seed, kind)
     prompts = [
@@ -89,7 +89,7 @@ def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]
 
 
 def growth(found: dict[str, Any], column: int) -> float:
-    """What is added by a request, after the first ones; what is held for a while does not count."""
+    """Return the memory added by a request, after the first ones, without short-lived memory."""
     counts = [row[column] for row in found["memory"]]
     half = len(counts) // 2
     return float((min(counts[half:]) - min(counts[1:half])) / (10 * (half - 1)))

@@ -1,4 +1,4 @@
-"""A real vLLM whose blocks are compressed and encrypted on files."""
+"""A real vLLM with compressed and encrypted blocks in files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def files(sealed: Path, tmp_path: Path) -> Path:
 def test_blocks_from_encrypted_files_say_the_same(
     start: Start, files: Path, reference: list[list[int]], codecs: tuple[str, ...]
 ) -> None:
-    """Whoever has the key needs no other configuration."""
+    """A reader with the key needs no other configuration."""
     warm, stats, _ = start(over_files(files, *codecs), *STEPS, env=KEY).finish()
     assert (warm["tokens"], warm["external"]) == (reference, ALL)
     assert stats["files"]["hits"] * BLOCK == ALL

@@ -60,7 +60,7 @@ def test_answers_with_drafts_from_the_text_are_found_in_the_next_turn(
 
 
 def eagle_head(model: Path, folder: Path) -> Path:
-    """A head that drafts from the hidden states of ``model``, whose first layer it takes."""
+    """Make a head that drafts from the hidden states of ``model``, using its first layer."""
     kept = {
         name.removeprefix("model."): tensor
         for name, tensor in load_file(model / "model.safetensors").items()

@@ -66,7 +66,7 @@ def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
 def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_ranks(
     start: Start, tmp_path: Path
 ) -> None:
-    """A text stands for the weights: what a rank has in memory depends on how many there are."""
+    """A text replaces the weights: a rank's weights in memory depend on the number of ranks."""
     model = str(make(tmp_path, kind="deepseek"))
     prompts = {"prompts": PROMPTS}
     named: dict[str, Any] = {"model": {"fingerprint": "tiny deepseek"}}

@@ -1,4 +1,4 @@
-"""What is changed between two engines of one directory: none is served what another one means."""
+"""Two engines of one directory with one difference: neither is served the other's blocks."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_two_engines_on_one_path_are_killed_and_find_their_blocks_again(
 
 
 def another_model(home: Path) -> tuple[Path, str]:
-    """The directory of a namespace that differs in a number of its model, and how that is said."""
+    """Make a directory of another model number; return it and the text of the change."""
     other = home.with_name("0123456789abcdef")
     other.mkdir(0o700)
     shutil.copy(home / "META", other)

@@ -26,7 +26,7 @@ Tokens = list[list[int]]
 
 
 def loaded(stats: dict[str, Any]) -> int:
-    """How many tokens kvladder has copied into vLLM's blocks."""
+    """Return how many tokens kvladder has copied into vLLM's blocks."""
     return int(stats["copies"]["onboard_bytes"]) // (128 << 10) * BLOCK
 
 

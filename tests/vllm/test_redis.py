@@ -1,4 +1,4 @@
-"""Two engines that have nothing in common but a Redis server share what they computed."""
+"""Two engines that share only a Redis server share computed blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def over_redis(server: RedisServer) -> dict[str, Any]:
 
 
 def values(server: RedisServer) -> list[dict[bytes, bytes]]:
-    """What lies in each of the databases."""
+    """Return the values in each of the databases."""
     found: list[dict[bytes, bytes]] = []
     for db in range(len(CODECS)):
         with closing(server.client(db=db)) as client:
@@ -57,7 +57,7 @@ def values(server: RedisServer) -> list[dict[bytes, bytes]]:
 
 
 def keep_one_copy(server: RedisServer) -> list[int]:
-    """Of each block, in turn, the copy in one database; how many are left in each."""
+    """Keep one copy of each block, in alternate databases; return how many are left in each."""
     names = sorted(values(server)[0])
     for db in range(len(CODECS)):
         with closing(server.client(db=db)) as client:

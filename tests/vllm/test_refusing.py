@@ -1,4 +1,4 @@
-"""What must not be served is not: other salts and weights, damage, dead tiers, wrong settings."""
+"""Blocks that must not be served: other salts and weights, damage, dead tiers, wrong settings."""
 
 from __future__ import annotations
 

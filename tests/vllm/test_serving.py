@@ -1,4 +1,4 @@
-"""A real vLLM gets its KV blocks back, and says the same as without: the ways that must work."""
+"""A real vLLM loads its KV blocks, and gives the same answers as without: the supported modes."""
 
 from __future__ import annotations
 

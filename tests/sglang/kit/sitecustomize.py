@@ -12,11 +12,11 @@ import types
 
 ABSENT = {"torchvision", "IPython", "soundfile"}
 FRAMES = 6
-"""So far up whoever asks is looked for: import's own frames lie between."""
+"""How many frames up the importing module is searched: import's own frames lie between."""
 
 
 class Inert(types.ModuleType):
-    """A module whose content raises when it is called."""
+    """A module with members that raise when they are called."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
