@@ -44,7 +44,7 @@ JOIN_S = 60.0
 TRY_S = 0.02
 IDLE_S = 300.0
 OTHERS = ("gpu", "vllm")
-"""Marks of tests in which other libraries keep what they opened."""
+"""Marks of tests in which other libraries keep open descriptors."""
 
 
 class Watch:

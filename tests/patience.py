@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = float(os.environ.get("KVLADDER_PATIENCE_S", "300"))
-"""For one thing: a quiet machine takes seconds. Less is for runs in which tests are to fail."""
+"""The limit for one event: a quiet machine takes seconds. Lower it to make tests fail sooner."""
 RUN_S = 1200.0
-"""For an engine's start, or a process of many steps: a quiet machine takes up to a minute."""
+"""The limit for an engine's start or a long process: up to a minute on a quiet machine."""
 
 
 def until(

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 BUSY_SHARE = 0.01
-"""Of one processor: what waits, and now and then looks whether it still has to, takes less."""
+"""The share of one processor that a waiting test uses at most, even if it polls now and then."""
 ABORT_S = 60.0
-"""How long a process may take to print where it stands; then it is killed, too."""
+"""The time limit for a process to print its tracebacks; then it is killed, too."""
 STATE, PARENT = 0, 1
-"""Where they stand in /proc/PID/stat, after the name."""
+"""Their positions in /proc/PID/stat, after the name."""
 Spent = dict[int, int]
 """Nanoseconds, by thread, that it ran or waited for a processor."""
 

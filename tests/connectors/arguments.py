@@ -52,7 +52,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "numa_bind_cpus": {"numa_bind": True},
     "quantization": {"dtype": "bfloat16"},
 }
-"""What has to be given with and without an argument for it to count."""
+"""Settings needed, with and without an argument, for it to have an effect."""
 
 VALUES: dict[str, Any] = {
     "model_weights": "x", "served_model_name": "x", "runner": "generate", "convert": "none",
@@ -110,7 +110,7 @@ VALUES: dict[str, Any] = {
     "kv_offloading_size": 0.5,
     "kv_offloading_backend": "lmcache", "weight_transfer_config": {"backend": "nccl"},
 }  # fmt: skip
-"""By argument, another value. Numbers and switches that are not here are counted up and turned."""
+"""Another value for each argument. Numbers and switches not listed are counted up and flipped."""
 
 ELSEWHERE = {
     "enable_return_routed_experts": "AuxOutputConfig.enable_return_routed_experts",
@@ -199,7 +199,7 @@ def main() -> None:
     code = vllm_fingerprint.code_fields()
     vllm_fingerprint.code_fields = lambda: code  # looked for on the disk, and no argument's matter
     without: dict[str, dict[str, str]] = {}
-    """By what stands beside an argument, the name of an engine with that alone."""
+    """The name of an engine with only the settings beside an argument, by those settings."""
 
     def name(arguments: dict[str, Any]) -> dict[str, str]:
         given = EngineArgs(**BASE | {"model": model} | arguments)

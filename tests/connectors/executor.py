@@ -39,10 +39,10 @@ class RequestData:
     computed_position: int
     num_scheduled_tokens: int
     priorities: list[int] | None = None
-    """Of the new blocks, in every step, if the request says what it is worth."""
+    """Priorities of the new blocks, in every step, if the request sets a priority."""
     cache_salt: str | None = None
     block_hashes: list[int] = field(default_factory=lambda: [next(_NUMBERS)])
-    """For events: of 64 bits, and other ones here each time."""
+    """Hashes for events, of 64 bits; they differ each time here."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Answer:
 
     matched: int
     right: bool
-    """Whether all KV of whole blocks is what it should be, on all ranks."""
+    """Whether all KV of whole blocks is right, on all ranks."""
     saves: bool
-    """Whether its blocks were kept for a save when it was over."""
+    """Whether its blocks were kept for a save at its end."""
 
 
 def args_of(model: str = "m", *, ranks: int = 1, **more: Any) -> SimpleNamespace:
@@ -104,7 +104,7 @@ class Executor:
         self.scheduler.wait_for_initialization()
         self.free = list(range(BLOCKS))
         self.adapters: dict[int, str] = {}
-        """By number, what an adapter consists of; a client may give a number to another one."""
+        """The content of each adapter by number; a client may give a number to another one."""
         self._number = 0
         self._kept: dict[int, list[int]] = {}
         self._said: dict[int, set[int]] = {}

@@ -25,7 +25,7 @@ class LazyCopier(Copier):
         self.layered: set[JobId] = set()
         """The jobs that went by layer so far."""
         self.held = False
-        """Whether nothing ends unless somebody waits for it."""
+        """Whether jobs end only when a caller waits for them."""
 
     def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
         self._waiting.append(job)

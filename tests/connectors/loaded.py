@@ -16,7 +16,7 @@ class FakeLoaded:
         self.loras = loras
         """vLLM's worker manager of LoRA adapters."""
         self.looked = 0
-        """How often all of it was read."""
+        """The number of full reads."""
         self.failing = failing
         self._touched = False
 

@@ -36,7 +36,7 @@ class Loras(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def __init__(self, slots: int = 2, capacity: int = 2) -> None:
         self._adapter_manager = Registered(slots, capacity)
         self.reads = 0
-        """How often files were read."""
+        """The number of file reads."""
         self.failing: Exception | None = None
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:

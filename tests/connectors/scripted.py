@@ -137,7 +137,7 @@ class Engine:
         self.random = Random(seed)
         self.way = load
         self.expects: Callable[[Exception], bool] = lambda _: False
-        """Whether an error while a step is built is part of the test."""
+        """Whether the test expects an error while a step is built."""
         vllm_config, kv_config = configs(ranks=ranks)
         vllm_config.kv_transfer_config.kv_role = role
         kv_config.num_blocks = blocks

@@ -125,10 +125,10 @@ class Controller:
     def __init__(self, storage: Any, *, is_writer: bool = True):
         self.storage_backend = storage
         self.refused: list[str] = []
-        """Digests of batches that SGLang says have failed."""
+        """Digests of batches that SGLang reports as failed."""
         self.errors: list[BaseException] = []
         self.prefetch_hit_queue: Queue[Any] = Queue()
-        """What was found for requests, and is to be read."""
+        """The pages found for requests, to be read."""
         self._is_writer = is_writer
         self._queues: dict[str, Queue[Any]] = {}
         self._threads: list[threading.Thread] = []

@@ -280,11 +280,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "observability": {"forward_hooks": None},
 }  # fmt: skip
-"""What SGLang has where it is not told otherwise."""
+"""SGLang's default settings."""
 registry: dict[str, Any] = {}
 bags: dict[str, Bag] = {}
 target = ModelRunner()
-"""Of this process, as SGLang's scheduler has one."""
+"""The model runner of this process, as in SGLang's scheduler."""
 
 
 def give(model_path: str, **changes: Any) -> None:

@@ -38,9 +38,9 @@ from tests.connectors.mixes import MODELS, SECTION, WINDOW, vllm_configs
 Numbers = npt.NDArray[np.int64]
 
 STAMP = 1000
-"""Times the number of the weights, this is added to what they write."""
+"""The step between the numbers written by successive weights."""
 WEIGHTS = 3
-"""How many weights there are; an adapter's content times this is added to their number."""
+"""The number of weights; an adapter adds its content times this to their number."""
 MIXED = 99
 """Stands for several weights."""
 
@@ -149,15 +149,15 @@ class Simulation:
         self._salts: dict[str, str | None] = {}
         self._loras: dict[str, Any] = {}
         self._contents: dict[int, int] = {}
-        """By number, what an adapter was when it was in memory for the last time."""
+        """The content of each adapter when it was last in memory, by number."""
         self._reported: dict[str, int] = {}
         self._count = 0
         self.answers: dict[str, list[int]] = {}
         self.reads = self.steps = self.failures = 0
         self.weights = 0
-        """Which weights are in memory."""
+        """The number of the weights in memory."""
         self._filled: dict[tuple[int, int], int] = {}
-        """By group and block that is filled from the cache, who has to have written it."""
+        """The required writer of each block being filled from the cache, by group and block."""
         self.hits = 0
         """Tokens that came from the connector, as vLLM counts them."""
 

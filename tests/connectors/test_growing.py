@@ -149,7 +149,7 @@ STAYS = {
     **dict.fromkeys(("offloaded", "cropped", "reordered"), (True, True)),
     "copied": (False, True),
 }
-"""Whether keys, and values, are still where they were, on a CPU; else neither."""
+"""Whether keys and values keep their addresses on a CPU; else neither does."""
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -210,7 +210,7 @@ def test_prompts_begin_with_what_others_computed(way: str, rows: int, tmp_path: 
 
 
 ENDS = (7, 11, 29)
-"""Every so many tokens ends a text, so that beams end early."""
+"""End tokens, frequent enough for beams to end early."""
 
 
 @pytest.mark.parametrize("every", [0, *ENDS])

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 CONTEXT, BLOCK, NEW = 96, 4, 12
 WINDOW = 10
 TOKEN_BYTES = 2 * 2 * 16 * 4
-"""Of one layer."""
+"""Bytes of a token in one layer."""
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),

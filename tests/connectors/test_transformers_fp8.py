@@ -32,7 +32,7 @@ __all__ = ["one_thread"]
 FP8 = [{"name": "fp8", "allow_lossy": ["full", "window"]}, "checksum"]
 TOKENS = 800
 RMS, MOST = 0.05, 0.25
-"""What docs/reference/configuration.md promises: of the logits' spread, on average and at most."""
+"""The promise of docs/reference/configuration.md: shares of the logits' spread, mean and most."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

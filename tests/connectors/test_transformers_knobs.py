@@ -101,7 +101,7 @@ SHARERS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "gemma4": (Gemma4TextConfig, {"global_head_dim": 64, "initializer_range": 0.1}),
 }
-"""Models whose last layers keep nothing, and read what others keep."""
+"""Models with last layers that keep nothing and read the keys of others."""
 
 
 def sharer(name: str, window: int) -> Any:

@@ -19,7 +19,7 @@ from kvladder.connectors.transformers import PooledModel  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
-"""Of four layers, keys and values, two heads of 16 numbers."""
+"""Bytes of a token: four layers, keys and values, two heads of 16 numbers."""
 IDLE_MAX = 3
 """Steps in a row without computing or copies in flight: one of them sees the last copy end."""
 

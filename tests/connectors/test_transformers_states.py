@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 ANEW = ("jamba",)
-"""Their classes begin anew with a pass of several tokens, whatever the states hold."""
+"""Models that restart their states in a pass of several tokens."""
 
 
 def make_model(name: str, *, seed: int = 1, **options: Any) -> Any:

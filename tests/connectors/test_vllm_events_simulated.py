@@ -43,7 +43,7 @@ class Heard:
         self.groups = one.half._groups
         self.levels: dict[str, set[tuple[bytes, int]]] = {"host": set(), "cold": set()}
         self.on_gpu: dict[tuple[bytes, int], tuple[Any, ...]] = {}
-        """What vLLM's own events say of a block."""
+        """The content of each block according to vLLM's own events."""
         self.compared = self.cleared = 0
 
     def publish(self, batch: Any) -> None:

@@ -23,7 +23,7 @@ from tests.connectors.test_vllm_simulated import prompt
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BLOCKS = {"state": 12, "states": 16, "all": 28, "full": 18}
-"""By model, blocks that two prompts of so many tokens do not fit in."""
+"""The number of blocks by model, too few for two prompts of this many tokens."""
 WHOLE = 56
 Start = Callable[..., Simulation]
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 DEFAULT = "LBNHC"
 Groups = list[tuple[int, Any]]
-"""By group, how many layers it has and vLLM's specification of one."""
+"""The number of layers and vLLM's specification of one, by group."""
 
 
 def planner() -> Callable[..., Any]:

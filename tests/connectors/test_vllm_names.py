@@ -41,7 +41,7 @@ NEWER = {
     "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
     "VLLM_REQUEST_BODY_LOG_LEVEL",
 }
-"""What vLLM 0.32 does not have yet."""
+"""Settings that vLLM 0.32 does not have yet."""
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -139,7 +139,7 @@ SILENT = [
     "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
     "model.safetensors.index.fp16.json",
 ]  # fmt: skip
-"""Files that never do, or that another field tells apart."""
+"""Files that never change KV, or that another field covers."""
 TOKENIZER = [
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "vocab.txt",
     "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
@@ -150,7 +150,7 @@ READERS = [
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "modeling_own.py", "tekken.json",
 ]  # fmt: skip
-"""Files of what reads it; each may change KV itself."""
+"""Files of parts that read a tokenizer; each may change KV itself."""
 
 
 def changed(folder: Path, name: str) -> bool:

@@ -53,7 +53,7 @@ class Model:
     """The blocks that the tier reported as stored, and all that it was ever asked to store."""
 
     promised: dict[int, BlockKey] = field(default_factory=dict[int, BlockKey])
-    """By place: what must be found as long as the disk keeps what it is given."""
+    """Blocks by place that must be found as long as the disk keeps its bytes."""
     asked: set[tuple[BlockKey, int]] = field(default_factory=set[tuple[BlockKey, int]])
 
 
@@ -65,16 +65,16 @@ class Machine:
         self.model = Model()
         self.errors: list[TierError] = []
         self.told: list[str] = []
-        """What tiers had to say."""
+        """Messages of tiers."""
         self.failed: list[str] = []
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
         self.fields: Mapping[str, str] = told(LAYOUT.all_fields, salt=salt)
         self.home = ROOT / self.space.hex()[:16]
         self.labels = Labels(self.space, LAYOUT.block_bytes, verify=True)
-        """Of the level that the tier was opened for."""
+        """Labels of the level that the tier was opened for."""
         self.refused = Counter[Outcome | None]()
-        """What became of reads that came to nothing."""
+        """The verdicts of reads without a block."""
         self._arena = Arena.create(CAPACITY + SCRATCH, LAYOUT.slot_bytes)
         self._arena.set_aside(SCRATCH)
         slots = self._arena.lease(CAPACITY)

@@ -18,7 +18,7 @@ from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.label import NO_FACTS, Facts, Labels
 
 SIZE = 4000
-"""Of a client's whole block; with label and length behind it a page is not enough."""
+"""The size of a client's whole block; with label and length it exceeds a page."""
 SERVER = server_layout(SIZE)
 SPACE = LAYOUT.namespace()
 
@@ -40,7 +40,7 @@ class Client:
     space: bytes = SPACE
     op: int = 0
     pieces: int = 0
-    """Of gets."""
+    """The number of pieces of all gets."""
 
     async def hello(self, block_bytes: int = SIZE) -> str:
         return await self.offers.hello(self.session, self.space, block_bytes)

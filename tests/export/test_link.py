@@ -32,9 +32,9 @@ class Recording:
         self.cancelled = 0
         self.arena = Arena.create(8, 4096)
         self.mapped = Arena.attach(self.arena.handle, writable=False)
-        """As the exporter's process maps it."""
+        """The arena as the exporter's process maps it."""
         self.open: list[tuple[str, list[int]]] = []
-        """What was called when which slots could be written to."""
+        """Each call, with the slots that were writable at that time."""
 
     def close(self) -> None:
         self.mapped.close()

@@ -27,7 +27,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention
 
 Kv = bytes | None
-"""What a model would compute for one token: it depends on all tokens before it."""
+"""The KV that a model would compute for one token: it depends on all earlier tokens."""
 
 
 Indexed = dict[BlockKey, tuple[BlockKey | None, str, int]]
@@ -92,7 +92,7 @@ class Kept:
     until_s: float = inf
     claims: int = 0
     retaken: bool = False
-    """Whether it came back while it was being onboarded."""
+    """Whether it came back during its onboarding."""
     flying: bool = False
     salt: str = ""
 
@@ -117,16 +117,16 @@ class Host:
         self.blocks: dict[BlockKey, Kept] = {}
         self.free = list(range(self.slots))
         self.claimed: dict[BlockKey, list[Kept]] = {}
-        """What is to be onboarded or disclaimed, though it may have been removed since."""
+        """Blocks to be onboarded or disclaimed; they may have been removed since."""
         self.written: list[Kept] = []
-        """What is still being copied here, the same."""
+        """Blocks still being copied here; they may have been removed since."""
         self.flights: dict[Ticket, Callable[[bool], None]] = {}
         self.offered: list[Victim] = []
         self.copied: list[Victim] = []
-        """Those of them that were copied here."""
+        """The offered blocks that were copied here."""
         self.brought: list[BlockKey] = []
         self.gone: list[BlockKey] = []
-        """What the pool has yet to be told of."""
+        """Removed blocks not yet reported to the pool."""
         self._stamp = 0
         self._tickets = 0
 

@@ -18,7 +18,7 @@ class Cached:
     priority: int
     until: float | None
     used: int
-    """When it was last given back."""
+    """The time of the last release."""
 
 
 @dataclass(eq=False)

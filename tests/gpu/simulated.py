@@ -76,7 +76,7 @@ class Engine:
     parts: dict[int, RankShare]
     here: dict[Place, int] = field(default_factory=dict[Place, int])
     stored: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, tuple[int, int]])
-    """By slot, its group and what it holds; claimed slots are not in it."""
+    """The group and the content of each slot; claimed slots are not in it."""
     jobs: dict[JobId, tuple[CopyJob, list[int]]] = field(default_factory=dict[JobId, Any])
     wrong: list[str] = field(default_factory=list[str])
     number: int = 0
@@ -273,7 +273,7 @@ class Engine:
 
 
 Start = Callable[..., Engine]
-"""What the fixture ``start`` gives."""
+"""The type of the fixture ``start``."""
 
 
 def run(

@@ -111,9 +111,9 @@ class FakeDisk(Disk):
         self._clock_ns = 0
         self._on = True
         self.owners: dict[Path, int] = {}
-        """Whose things are that are not this user's."""
+        """Owners of files that belong to other users."""
         self.modes: dict[Path, int] = {}
-        """Permissions of what has others than this user's alone."""
+        """Permissions of files that others than this user may use."""
 
     # ---- faults
 

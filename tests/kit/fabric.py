@@ -238,11 +238,11 @@ class Fabric:
     offers: FakeOffers = field(default_factory=FakeOffers)
     delay_s: float = 0.001
     hangs: bool = False
-    """Whether writes stay under way."""
+    """Whether writes stay in flight."""
     is_broken: bool = False
     """Whether the data plane has failed."""
     is_cut: bool = False
-    """Whether messages go lost."""
+    """Whether messages are lost."""
     to_far: Mangle = lambda data: [data]
     to_near: Mangle = lambda data: [data]
     planes: list[FakePlane] = field(default_factory=list[FakePlane])

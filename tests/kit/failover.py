@@ -30,9 +30,9 @@ from tests.tiers.redistests import watched
 
 SLOTS = 128
 DEADLINE_S = 1.0
-"""Of each fetch."""
+"""The deadline of each fetch."""
 SHORT_S, STOP_S = 0.15, 1.0
-"""For how long far ends are stopped: unnoticed by those who watch over them, and noticed."""
+"""Times for which far ends are stopped: too short for their watchers to notice, and longer."""
 BREAKER = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
 CALL = "both"
 """Cases have blocks loaded and saved at once."""
@@ -47,7 +47,7 @@ class Users(Traffic):
     """Threads that save prefix after prefix, and load each some turns later from the level."""
 
     LAGS = (2, 5, 11)
-    """So many turns after it was saved a prefix is loaded."""
+    """The number of turns between the save of a prefix and its loads."""
 
     def __init__(
         self, cache: CacheManager, level: str, blocks: int, space: int, *, pause_s: float
@@ -57,7 +57,7 @@ class Users(Traffic):
         self._pause_s = pause_s
         self._saved_s: dict[int, float] = {}
         self._came: list[tuple[float, float]] = []
-        """When prefixes were saved that came whole from the level, and when they came."""
+        """The times at which prefixes loaded whole from the level were saved and loaded."""
 
     def prefix(self, number: int) -> list[BlockKey]:
         """Return the keys of the prefix that one turn saves."""

@@ -83,7 +83,7 @@ class FakeDevice(Device):
         self.host_waits: list[tuple[str, float]] = []
         self.contexts: set[int] = set()
         self.failing = ""
-        """Why whatever it is asked for fails from now on."""
+        """The error of all calls from now on."""
         self.pending = ""
         """The error that the last refused call left, for the next kernel to raise."""
         self._owned: dict[int, tuple[int, Any]] = {}

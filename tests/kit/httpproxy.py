@@ -44,7 +44,7 @@ class FaultyProxy(SlowNetwork):
         ``500``: the proxy answers so, and the server hears nothing.
         """
         self.met = Counter[str]()
-        """How many requests had each fault."""
+        """The number of requests with each fault."""
         self._delay_s = delay_s
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

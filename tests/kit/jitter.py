@@ -25,12 +25,12 @@ from kvladder.testing.sim import SimLoop
 from tests import stuck
 
 CHANCE = random.Random()
-"""Its own: Hypothesis seeds the one of the module ``random``, and sees who else draws from it."""
+"""A separate generator: Hypothesis seeds that of the module ``random``, and checks its users."""
 SHARE = 0.3
-"""Of all beginnings, these are late."""
+"""The share of all beginnings that are late."""
 SHORT_S, LONG_S = 0.02, 0.5
 LONG_SHARE = 0.002
-"""Of those that are late, these by ``LONG_S``."""
+"""The share of late ones that are late by ``LONG_S``."""
 STILL_S, STILL_LONG_S = 0.2, 1.5
 STILL_LONG_SHARE = 0.1
 PAUSE_S = 0.2

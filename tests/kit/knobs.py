@@ -16,7 +16,7 @@ from kvladder.tiers.ladder.client import LevelSettings
 from tests.kit.mirror import MirrorCodec
 
 Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]
-"""What is special about the levels, about the requests, or about what tiers do."""
+"""The special feature of the levels, the requests or the tiers."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
 
@@ -34,9 +34,9 @@ class LevelKnobs:
     shared: bool = False
     """Whether others put into its tier and remove from it."""
     shares: Shares = NO_SHARES
-    """How much of it salts may have."""
+    """The shares of the level that salts may use."""
     coded: bool = False
-    """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
+    """Whether codecs change its blocks, and the level checks them instead of the tier."""
 
     @property
     def edged(self) -> LevelSettings:
@@ -89,9 +89,9 @@ class Knobs:
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
     shares: Shares = NO_SHARES
-    """How much of host salts may have."""
+    """The shares of host that salts may use."""
     unruly: bool = False
-    """Whether tiers do, too, what no tier may do."""
+    """Whether tiers also break their rules."""
 
     @property
     def guessed(self) -> set[int]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 STRIKE_S = 0.03
 """Within this time from the beginning of a call it happens."""
 BEFORE, FIRST, LAST, CLOSED = "before", "after the first round", "after the last", "after closing"
-"""When it is counted what is held."""
+"""The moments at which held resources are counted."""
 
 
 class Case(NamedTuple):
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     tier: str
     victim: str
     fault: str
-    """The name of a signal, or what else happens."""
+    """The name of a signal, or of another event."""
     call: str
 
 
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     """Slots of the arena that hold no block of the host level."""
     descriptors: int
     threads: int
-    """Those of libraries included, which may keep and end theirs as they like."""
+    """The number of threads, including those of libraries, which may keep and end theirs freely."""
     python_threads: int
 
     @classmethod
@@ -64,7 +64,7 @@ class Service:
     longest_s: float = 0.0
     """Wait for a fetch."""
     again_s: list[float] = field(default_factory=list[float])
-    """Time of each round from the end of the fault until the level served what was saved since."""
+    """Seconds in each round from the end of the fault until the level served later saves."""
 
 
 @dataclass
@@ -74,17 +74,17 @@ class Figures:
     took_s: float = 0.0
     trials: Counter[Case] = field(default_factory=Counter[Case])
     wait_s: float = 0.0
-    """Of a caller, beyond its time-out."""
+    """Seconds of a caller beyond its timeout."""
     held_s: float = 0.0
-    """From a time-out until slots are free."""
+    """Seconds from a timeout until slots are free."""
     stall_s: float = 0.0
-    """Of another thread of the caller's process."""
+    """Seconds of delay of another thread of the caller's process."""
     gone_s: float = 0.0
-    """From the death of a client until the far end has its slots back."""
+    """Seconds from the death of a client until the far end has its slots back."""
     late_bytes: int = 0
     services: dict[Case, Service] = field(default_factory=dict[Case, Service])
     held: dict[str, dict[str, Held]] = field(default_factory=dict[str, dict[str, Held]])
-    """By tier, at moments with names."""
+    """Held resources by tier, at named moments."""
 
     def check(self) -> None:
         """Assert the invariants that hold on a busy machine too."""

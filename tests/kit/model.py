@@ -139,10 +139,10 @@ class Request:
     fetch: Fetch
     deadline_s: float
     expected: dict[BlockKey, frozenset[bytes]]
-    """What was allowed when the fetch began."""
+    """The allowed bytes at the begin of the fetch."""
     session: str | None = None
     loaded: dict[Slot, bytes] = field(default_factory=dict[Slot, bytes])
-    """What is in the slots that it has pinned; must not change."""
+    """The bytes of its pinned slots; they must not change."""
     save: Save | None = None
     filled: dict[Slot, tuple[BlockKey, int, bytes]] = field(
         default_factory=dict[Slot, tuple[BlockKey, int, bytes]]

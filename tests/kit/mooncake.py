@@ -19,9 +19,9 @@ from kvladder.testing.redisserver import ServerProcess, free_ports
 from tests.kit.puppet import Puppet, heard, line
 
 LEASE = "5m"
-"""How long reading what was looked up may take: more than a busy machine needs."""
+"""The time limit for reading found blocks: more than a busy machine needs."""
 DISCARD_S = 1
-"""How long a put that was killed keeps its name; Mooncake's own default is 30."""
+"""Seconds for which a killed put keeps its name; Mooncake's own default is 30."""
 PROGRAM = Path(sys.executable).parent / "mooncake_master"
 
 

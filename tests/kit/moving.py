@@ -35,12 +35,12 @@ from tests.patience import PATIENCE_S, until
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
-"""That are moved when it happens."""
+"""The number of blocks moved during the fault."""
 SPARE = 2
-"""That show that it works again, in slots of their own."""
+"""The number of blocks, with slots of their own, that test whether it works again."""
 TIMEOUT_S, ABANDON_S = 0.6, 0.3
 TRY_S = PATIENCE_S / 10
-"""So long it may take to find out whether it works again."""
+"""The time limit for testing whether it works again."""
 POISON = bytes([0xA5]) * BLOCK_BYTES
 LAYOUT = Layout(block_tokens=4, block_bytes=BLOCK_BYTES)
 

@@ -10,7 +10,7 @@ from kvladder.manager import CacheManager
 from kvladder.testing.stacks import SimCache
 
 NOBODY: str | None = None
-"""In place of a session's name: a request that names none, or a process that is gone."""
+"""The session of a request without one, or of an ended process."""
 
 
 class Claims:

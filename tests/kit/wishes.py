@@ -53,7 +53,7 @@ class Promises:
     def __init__(self) -> None:
         self._levels: dict[BlockKey, set[str]] = {}
         self._ends_s: dict[BlockKey, float] = {}
-        """In wall time, which goes on over a restart."""
+        """The end of each block in wall time, which continues over a restart."""
 
     def offered(self, keys: Sequence[BlockKey], wishes: Wishes, now_s: float) -> None:
         """An engine offers blocks at this loop time."""

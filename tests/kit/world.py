@@ -57,7 +57,7 @@ class World:
         self._names = 0
         self._purge = Purge()
         self._condemned: set[BlockKey] = set()
-        """What a user had removed or purged, once at least: it may go from shared tiers, too."""
+        """Blocks that a user removed or purged at least once: they may leave shared tiers, too."""
         self._salted = {key for odd in range(1, 16, 2) for key in self.prompt(odd, 8)}
         self.requests: list[Request] = []
         self._open()

@@ -26,7 +26,7 @@ from tests.sglang.driver import answer, prompt
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SGLANG = Path(os.environ.get("KVLADDER_SGLANG", Path(sys.prefix) / "sglang"))
-"""SGLang and what it needs beside vLLM's packages; ``.ci/venv`` puts it there."""
+"""SGLang and its requirements beside vLLM's packages; ``.ci/venv`` installs them there."""
 COMPILED = SGLANG / "compiled" / sha256(str(SGLANG).encode()).hexdigest()[:8]
 """SGLang's hash. A process that finds it by another path compiles it again and delays others."""
 PAGE = 64
@@ -142,7 +142,7 @@ class Answer(NamedTuple):
     cached: int
     """Tokens that were not computed."""
     storage: int
-    """Those of them that came from kvladder."""
+    """The cached tokens that came from kvladder."""
     reason: str | None
 
 

@@ -19,13 +19,13 @@ PROMPTS = [
     for first in range(100, 104)
     for tokens, more in ((700, 0), (1500, 0), (1500, 300))
 ]
-"""Of each first number they begin alike."""
+"""Prompts; those with the same first number have the same beginning."""
 FAILS = "0.3"
-"""So many calls of the tier raise."""
+"""The share of the tier's calls that raise."""
 WARM = 0.3
 """After so much of the time nothing is touched for the first time."""
 SAMPLES_MIN = 3
-"""Of memory, to say whether it grows."""
+"""The number of memory samples needed to tell growth."""
 
 
 class Soak:

@@ -27,7 +27,7 @@ class Listener:
         self.announcer = Announcer(cache.stack)
         self.repeated = False
         self.naming = 0
-        """How often all names have changed."""
+        """The number of changes of all names."""
         self.heard: dict[str, dict[BlockKey, int]] = {name: {} for name in self.indexes}
 
     def rename(self) -> None:

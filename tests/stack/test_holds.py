@@ -55,7 +55,7 @@ class Meter(StackLock):
         self._depth = 0
         self._lines = 0
         self.blocks = 0
-        """That were gone through in the current hold."""
+        """The blocks visited in the current hold."""
         self.blocks_most = 0
         self.most = 0
         self.where = ""

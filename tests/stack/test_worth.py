@@ -26,16 +26,16 @@ from kvladder.tiers.label import Read, Ref
 from kvladder.tiers.ladder.loading.fetch import Fetch
 
 Link = Literal["calls", "lines", "wire"]
-"""What takes the time: each call, each block on its connection, or each block on the only one."""
+"""The source of delay: each call, each block on its connection, or each on the only one."""
 
 BLOCK_S = 0.020
 """Seconds to compute a block."""
 MOST = 1.1 + 1e-9
-"""Of the time without a cache: what the README promises."""
+"""The README's promise, relative to the time without a cache."""
 BESIDE_S = 0.002
-"""What it promises beside."""
+"""The additional seconds of that promise."""
 STEP_S = 0.002
-"""How often an engine asks whether a fetch is done."""
+"""The interval at which an engine polls a fetch."""
 SPEEDS = [1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 1.0, 10.0, 100.0]
 
 
@@ -72,7 +72,7 @@ class Engine:
         self.cache = cache
         self.tier = tier
         self.own_tokens = own_tokens
-        """What each prompt has behind its whole blocks."""
+        """The number of each prompt's tokens behind its whole blocks."""
         self.hits = 0
 
     @property

@@ -153,7 +153,7 @@ class BadDisk(Disk):
 
     def __init__(self) -> None:
         self.bad: set[int] = set()
-        """Blocks whose headers or payloads give EIO."""
+        """Blocks with headers or payloads that give EIO."""
         self.buffers_max = 1 << 10
         """Buffers that one call reads or writes."""
         self.stride = 0

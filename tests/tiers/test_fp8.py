@@ -20,7 +20,7 @@ DTYPES = {
     "float16": (torch.float16, 2.0**-12, 2.0**-25),
     "float32": (torch.float32, 2.0**-24, 2.0**-150),
 }
-"""By element: its type, half a step relative to a number, and half of its smallest step."""
+"""The type of each element, half a step relative to a number, and half of its smallest step."""
 
 
 def layout_of(element: str, rows: int = 16) -> Layout:

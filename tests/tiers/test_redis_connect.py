@@ -17,7 +17,7 @@ from kvladder.tiers.redis.url import RedisOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 TURNS = 2
-"""Of the loop, in which what is closed is closed: fewer than a farewell over TLS takes."""
+"""Turns of the loop in which closed sockets are closed: fewer than a farewell over TLS takes."""
 
 
 @pytest.fixture(scope="module", params=["plain", "unix", "tls", "sentinel", "sentinel with tls"])

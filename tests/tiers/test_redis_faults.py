@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
 QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
 LATE_S = 20.0
-"""No load takes as long, whose deadline is a second, though the fault lasts longer."""
+"""No load with a deadline of a second takes as long, even if the fault lasts longer."""
 
 
 @contextmanager

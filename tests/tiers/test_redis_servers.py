@@ -33,15 +33,15 @@ class World:
         self.silent = set()
         self.refusing = set()
         self.says = {}
-        """What is said of a key instead."""
+        """Replies to a key in place of its value."""
         self.table = None
-        """What is said of the slots instead."""
+        """The reply to a request for the slots."""
         self.asked = []
         """The commands that servers were sent, each with its server."""
         self.learnt = []
-        """Who was asked who has what."""
+        """The servers asked for the owners of slots."""
         self.masters = {}
-        """Where each Sentinel says that the master is."""
+        """The master according to each Sentinel."""
         self.runs = {}
         """The names of runs of servers that were started again."""
         self._ids = count()

@@ -28,7 +28,7 @@ from tests.tiers.redistests import PATIENT, RedisTierTests, key_of
 pytestmark = pytest.mark.slow
 BLOCK = 3000
 VOLATILE = ["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"]
-"""Policies that evict only what has a time to live."""
+"""Policies that evict only values with a time to live."""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
 
 DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
-"""Statistics that others tell, too."""
+"""Statistics derived from others."""
 QUANTITIES = (
     *("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients", "_requests"),
 )

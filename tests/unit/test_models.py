@@ -37,14 +37,14 @@ RUNNABLE: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""What a class's own defaults lack for a model that can be made of them."""
+"""Values that a class's own defaults lack for a working model."""
 
 REVIEWED = "5.19."
-"""The version of transformers whose types the tables here and in the rules were read for."""
+"""The version of transformers for which the tables here and in the rules were checked."""
 LAYERS = 8
 """Enough to see which layers have windows, and few enough to be made in a moment."""
 DEEP = ("gemma3n_text", "gpt_neo", "prophetnet", "zamba", "zamba2")
-"""Types whose other defaults are for another number of layers."""
+"""Types with other defaults made for another number of layers."""
 
 NOT_RUN = {
     "blt": "made of several models, each with a cache",

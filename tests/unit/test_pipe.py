@@ -87,7 +87,7 @@ class Target:
         self.events: list[str] = []
         self.let_go = asyncio.Event()
         self.obeys = True
-        """Whether a call that is cancelled ends at once."""
+        """Whether a cancelled call ends at once."""
 
     async def double(self, number: int) -> int:
         self.events.append(f"double {number}")
@@ -141,11 +141,11 @@ class Ends(NamedTuple):
     near: Pipe
     far: Pipe
     calls: Calls
-    """What calls the far end."""
+    """The interface to call the far end."""
     back: Calls
-    """What the far end has to call the near one."""
+    """The far end's interface to call the near one."""
     target: Target
-    """What the far end answers with."""
+    """The far end's methods."""
     near_target: Target
     near_writer: asyncio.StreamWriter
     far_writer: asyncio.StreamWriter

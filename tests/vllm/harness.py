@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 OURS = "KVLadderConnector"
 BLOCK = 32
 LAYERS = 4
-"""Of the model that most tests serve."""
+"""The number of layers of the model in most tests."""
 PROMPT_TOKENS = 900
 PROMPTS = [random.Random(seed).choices(range(3, 1000), k=PROMPT_TOKENS) for seed in range(3)]
 HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK

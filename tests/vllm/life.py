@@ -23,10 +23,10 @@ from tests.kit.memory import resident_bytes
 from tests.patience import PATIENCE_S
 
 DELAY_S = 2.0
-"""What each call of the slow tier takes."""
+"""Seconds of each call of the slow tier."""
 
 STEP_S = 0.02
-"""How often the paced tier looks whether it is still to wait."""
+"""The interval at which the paced tier checks whether to wait longer."""
 
 
 class SlowTier(MemoryTier):
@@ -48,7 +48,7 @@ class PacedTier(MemoryTier):
     batch_max = 8
     block_s: ClassVar[float] = 0.0
     asked: ClassVar[int] = 0
-    """Blocks that it was asked for."""
+    """The number of blocks requested from it."""
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         PacedTier.asked += len(reads)

@@ -26,19 +26,19 @@ SMALL = [
     f"{BLOCK}",
 ]
 SMALL += ["--kv-cache-memory-bytes", f"{64 << 20}", "--max-model-len", "2048"]
-"""What a tiny model on a CPU needs beside a command."""
+"""The additional arguments that a tiny model on a CPU needs."""
 
 ENDING = re.compile(
     r"process\.cmdline\(\)(?s:.*)^psutil\.(ZombieProcess|NoSuchProcess): ", re.MULTILINE
 )
-"""What its log says when it failed as ``stop`` has it."""
+"""The log line of the failure described in ``stop``."""
 
 
 class Server(Started):
     """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` extends its environment."""
 
     fresh = False
-    """Whether it has nothing in common with other processes."""
+    """Whether it shares nothing with other processes."""
 
     def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
         (self.port,) = free_ports(1)

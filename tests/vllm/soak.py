@@ -29,11 +29,11 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
 None with bfloat16, recurrent states or LoRA: what vLLM itself says then depends on the batch.
 """
 REQUESTS_MIN = 60
-"""So many have to finish, however slow the machine is, for memory to be compared."""
+"""The number of finished requests, however slow the machine is, before memory is compared."""
 GROWTH_BYTES = 256 << 10
-"""How much more memory a request may cost than without a cache: two blocks of llama."""
+"""The memory that a request may add to a run without a cache: two blocks of llama."""
 NO_KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-"""Else PyTorch keeps what it compiles for each number of tokens, up to 1 MiB a request here."""
+"""Otherwise PyTorch keeps kernels for each number of tokens, up to 1 MiB a request here."""
 
 
 def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:

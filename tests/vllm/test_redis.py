@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 KEY = {"KVLADDER_KEY": "5a" * 32}
 CODECS: list[list[str]] = [["checksum"], ["zstd", "checksum"], ["aes-gcm"]]
-"""Of a level each, in the database of that number."""
+"""The codecs of one level each, in the database of that number."""
 
 
 def over_redis(server: RedisServer) -> dict[str, Any]:

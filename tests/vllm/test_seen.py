@@ -10,7 +10,7 @@ from tests.vllm.harness import BLOCK, HITS, PROMPTS, connector, stack, together
 
 ALL = len(PROMPTS) * HITS
 NUDGE = ["generate", {"prompts": [PROMPTS[0][:7]], "tokens": 2}]
-"""A few steps that store nothing, so that what has happened meanwhile is told."""
+"""A few steps that store nothing, so that pending reports are sent."""
 
 
 def scraped(text: str) -> dict[tuple[str, str], float]:
