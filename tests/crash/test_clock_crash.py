@@ -71,7 +71,7 @@ async def look(disk: FakeDisk, *, blue: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "misdirect"])
-def test_what_expired_by_a_clock_that_ran_ahead_is_purged_for_good(mode: Mode) -> None:
+def test_a_purge_is_final_for_blocks_that_a_fast_clock_expired(mode: Mode) -> None:
     for number in count(1):
         disk = FakeDisk(ROOT.parent, ROOT, seed=number)
         sim_run(fill(disk))

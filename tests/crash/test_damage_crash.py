@@ -63,7 +63,9 @@ def test_any_damaged_byte_costs_one_block_at_most(name: str, mask: int) -> None:
 
 @pytest.mark.parametrize("lost", [("META",), ("index.log",), ("META", "index.log")])
 @pytest.mark.parametrize("left", [None, b"", b"\0" * 4096])
-def test_what_is_lost_is_told_by_the_blocks(lost: tuple[str, ...], left: bytes | None) -> None:
+def test_lost_files_are_rebuilt_from_block_headers(
+    lost: tuple[str, ...], left: bytes | None
+) -> None:
     machine = lived()
     for name in lost:
         path = machine.home / name
@@ -78,7 +80,7 @@ def test_what_is_lost_is_told_by_the_blocks(lost: tuple[str, ...], left: bytes |
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
+def test_the_rewrite_of_a_lost_log_survives_a_power_loss(mode: Mode) -> None:
     for number in count(1):
         machine = lived(seed=number)
         disk = machine.disk
@@ -99,7 +101,7 @@ def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "tear"])
-def test_one_of_two_processes_ends_at_every_call(mode: Mode) -> None:
+def test_the_death_of_one_process_at_any_call_leaves_the_other_working(mode: Mode) -> None:
     """Its directory is free after its death: the other process continues, a third takes it."""
 
     async def both(one: Machine, other: Machine) -> None:

@@ -56,7 +56,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
+def test_files_survive_a_power_loss_at_every_call(mode: Mode, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk(seed=number)
         before(disk)
@@ -71,7 +71,7 @@ def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-def test_every_call_fails_once(code: int, kind: type[Machine]) -> None:
+def test_files_survive_one_failure_of_every_call(code: int, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk()
         before(disk)

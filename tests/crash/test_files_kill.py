@@ -108,7 +108,7 @@ async def open_beside(path: Path, arena: Arena, process: int) -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 7, 40])
-def test_kill_9_in_the_middle_of_writing(tmp_path: Path, batches: int) -> None:
+def test_files_survive_kill_9_during_a_write(tmp_path: Path, batches: int) -> None:
     process = subprocess.Popen(
         [sys.executable, __file__, str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -91,7 +91,7 @@ async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
     await tier.aclose()
 
 
-def test_a_purge_leaves_nothing_of_a_salt_and_all_of_the_others() -> None:
+def test_a_purge_removes_all_blocks_of_one_salt_and_no_others() -> None:
     machine = filled()
     assert bytes_of(machine, [*RED, GONE[0]]) == [*RED, GONE[0]], "they can be told"
     assert purge(machine.disk) == [Purged(machine.space.hex(), len(RED), len(RED) + 1)]
@@ -102,7 +102,7 @@ def test_a_purge_leaves_nothing_of_a_salt_and_all_of_the_others() -> None:
     machine.close()
 
 
-def test_a_purge_of_all_leaves_no_file_of_ours_and_every_other() -> None:
+def test_a_purge_of_all_removes_our_files_and_keeps_foreign_ones() -> None:
     machine = filled()
     stored = len(RED) + len(BLUE)
     assert purge(machine.disk, None) == [Purged(machine.space.hex(), stored, stored + 1)]
@@ -114,7 +114,7 @@ def test_a_purge_of_all_leaves_no_file_of_ours_and_every_other() -> None:
 
 @pytest.mark.parametrize("salt", ["red", None])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -> None:
+def test_a_purge_survives_a_power_loss_at_every_call(mode: Mode, salt: str | None) -> None:
     for number in count(1):
         machine = filled(seed=number)
         disk = machine.disk
@@ -158,7 +158,7 @@ async def erase(machine: Machine) -> None:
 
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_while_a_salts_places_are_used_again(mode: Mode, *, runs: bool) -> None:
+def test_reuse_of_a_purged_salts_places_survives_a_power_loss(mode: Mode, *, runs: bool) -> None:
     """The header of the new block may be there, and bytes of the old one still behind it."""
     for number in count(1):
         machine = filled(seed=number)
@@ -207,7 +207,7 @@ def test_a_running_cache_compares_blocks_with_their_headers_once() -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("salt", ["red", None])
-def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
+def test_a_purge_survives_one_failure_of_every_call(code: int, salt: str | None) -> None:
     """An incomplete purge reports an error."""
     for number in count(1):
         machine = filled()
@@ -231,7 +231,7 @@ def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
             break
 
 
-def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
+def test_a_purge_refuses_a_directory_in_use() -> None:
     machine = filled()
 
     async def running() -> None:
@@ -246,7 +246,7 @@ def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
     machine.close()
 
 
-def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> None:
+def test_a_synced_removal_outlives_a_compaction_that_began_earlier() -> None:
     """A log being rewritten must not bring back blocks that a purge reported as gone."""
     machine = filled()
 
