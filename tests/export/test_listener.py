@@ -66,7 +66,7 @@ def strangers(port: int, count: int) -> list[socket.socket]:
     return made
 
 
-async def test_who_shows_no_key_is_cut_off_and_who_has_shown_one_stays(
+async def test_a_client_without_a_key_is_disconnected_and_one_with_a_key_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_MS", 500)
@@ -95,7 +95,7 @@ async def test_who_shows_no_key_is_cut_off_and_who_has_shown_one_stays(
                 one.close()
 
 
-def test_the_process_of_clients_has_as_many_descriptors_as_it_may() -> None:
+def test_the_export_process_raises_its_descriptor_limit_to_the_maximum() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))

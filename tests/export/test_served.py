@@ -116,7 +116,7 @@ class TestServed(TierTests):
         return lambda: IsolatedTier(NixlTier, NixlOptions(servers=(server.address,), keys=keys))
 
 
-def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path: Path) -> None:
+def test_engines_share_through_a_server_that_is_killed_and_restarted(tmp_path: Path) -> None:
     with Server(tmp_path) as server, Engine(server.level()) as one:
         one.save()
         assert one.stats()["stored"] == BLOCKS
@@ -161,7 +161,7 @@ def test_batches_larger_than_the_arena_of_a_server_go_through_it_in_pieces(tmp_p
         assert server.stop() == 0
 
 
-def test_blocks_outlive_a_server_that_ends_in_the_usual_way(tmp_path: Path) -> None:
+def test_blocks_outlive_an_orderly_server_shutdown(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         with Engine(server.level()) as engine:
             engine.save()
@@ -173,7 +173,7 @@ def test_blocks_outlive_a_server_that_ends_in_the_usual_way(tmp_path: Path) -> N
         assert server.stop() == 0
 
 
-def test_what_the_process_of_clients_held_is_free_when_it_is_killed(tmp_path: Path) -> None:
+def test_a_killed_export_process_frees_its_slots(tmp_path: Path) -> None:
     with Server(tmp_path) as server, Engine(server.level()) as engine:
         engine.save()
         pid = server.stats()["export"]["process"]
@@ -267,7 +267,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ({"blok": 1}, "blok: unknown key"),
     ],
 )
-def test_a_file_that_is_wrong_says_where_and_what_instead(
+def test_an_error_in_a_server_file_says_where_and_what_is_expected(
     tmp_path: Path, server: Server, change: dict[str, Any], told: str
 ) -> None:
     stack = {**server.stack, "tiers": [{"type": "host"}], **change}
@@ -283,7 +283,7 @@ def test_a_file_that_is_wrong_says_where_and_what_instead(
     assert not ended.stdout
 
 
-def test_keys_are_made_once_and_for_nobody_else_to_read(tmp_path: Path) -> None:
+def test_keys_are_created_once_and_readable_only_by_their_owner(tmp_path: Path) -> None:
     made = run("serve", "--new-keys", str(tmp_path))
     assert made.returncode == 0
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -300,7 +300,7 @@ def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) ->
         kvladder.open_cache({**server.stack, "control": {}}, layout=LAYOUT)
 
 
-def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
+def test_check_reports_on_a_servers_file(server: Server, tmp_path: Path) -> None:
     found = run("check", str(server.file))
     assert found.returncode == 0
     assert "nixl 1." in found.stdout
