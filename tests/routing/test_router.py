@@ -40,7 +40,7 @@ async def chosen(router: Any, wanted: set[str]) -> None:
 
 
 @pytest.mark.real
-async def test_an_engine_that_is_away_is_not_chosen(tmp_path: Path) -> None:
+async def test_an_unreachable_engine_is_not_chosen(tmp_path: Path) -> None:
     example = load()
     addresses = {name: f"ipc://{tmp_path}/{name[-1]}" for name in NAMES}
     router = example.Router(
