@@ -90,7 +90,7 @@ class AnnouncedWorld(World):
 
 
 @pytest.mark.slow
-def test_replaying_gives_each_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_events_give_the_index_of_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "World", AnnouncedWorld)
     monkeypatch.setattr(module, "COMPARE_MAX", 2)
     for seed in range(40):
@@ -98,7 +98,7 @@ def test_replaying_gives_each_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(AnnouncedWorld.overflows.values()) > 100, "with overflows and without"
 
 
-async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -> None:
+async def test_recovered_blocks_are_announced_at_the_start_and_on_a_repeat() -> None:
     store = await flushed((1, 2, 3))
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
         listener = Listener(cache)
@@ -120,7 +120,7 @@ async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -
         }
 
 
-async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
+async def test_after_an_overflow_only_the_differences_are_announced() -> None:
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
         listener.listen_to_all()
@@ -163,7 +163,7 @@ async def test_other_names_are_announced_by_removals_under_the_old_ones(
         assert listener.heard == {"host": dict.fromkeys(left, 1)}
 
 
-async def test_names_that_change_before_anything_has_one_cost_no_removal_later() -> None:
+async def test_names_changed_before_any_block_is_announced_cause_no_removal() -> None:
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
         listener.rename()
