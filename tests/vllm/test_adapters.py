@@ -53,7 +53,7 @@ def replaced(late: Path, soon: Path, other: Path) -> list[Any]:
     ]
 
 
-def test_adapters_find_only_what_they_saved_themselves(start: Start, tmp_path: Path) -> None:
+def test_adapters_find_only_their_own_blocks(start: Start, tmp_path: Path) -> None:
     one, other = adapter(tmp_path / "one", 1), adapter(tmp_path / "other", 2)
     three = [ask(), ask(1, one), ask(2, other)]
     reference = [found["tokens"] for found in start(None, *three, engine=LORA).finish()]

@@ -114,7 +114,7 @@ def external(server: Server) -> int:
 
 
 @pytest.mark.alone
-def test_nixlconnector_hands_over_and_kvladder_finds_what_prompts_have_in_common(
+def test_nixlconnector_hands_over_and_kvladder_finds_common_prefixes(
     model: Path, tmp_path: Path, started: list[Server]
 ) -> None:
     """There are two turns: the second begins with the other engine's answer.

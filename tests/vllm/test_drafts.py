@@ -76,7 +76,7 @@ def eagle_head(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafting_layers_keep_their_blocks_with_the_model_s(
+def test_blocks_of_drafting_layers_are_kept_beside_the_models(
     start: Start, model: Path, files: Path, tmp_path: Path, reference: Tokens, method: str
 ) -> None:
     """A draft model with the same weights is right, unless its own KV does not come back."""

@@ -42,7 +42,7 @@ def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.alone
-def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: Start) -> None:
+def test_requests_share_the_loads_of_a_slow_tier_and_others_do_not_wait(start: Start) -> None:
     prefixes = [prompt(seed, PREFIX_BLOCKS * BLOCK) for seed in range(4)]
     fillers = [prompt(10 + seed, 30 * BLOCK) for seed in range(5)]
     others = [prompt(20 + seed, 3 * BLOCK) for seed in range(4)]
@@ -70,7 +70,7 @@ def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: 
         assert spoke < last
 
 
-def test_a_tier_is_asked_only_for_what_comes_sooner_than_computing_it(
+def test_a_tier_is_read_only_when_loading_is_faster_than_computing(
     start: Start, reference: list[list[int]]
 ) -> None:
     """No call fails, so no breaker opens; a tier that becomes fast is used again."""
@@ -108,7 +108,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_preempted_aborted_and_reset_says_the_same(
+def test_preemptions_aborts_and_resets_change_no_answer(
     start: Start, tmp_path: Path, way: str
 ) -> None:
     kind, size, more = WAYS[way]

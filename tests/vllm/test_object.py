@@ -29,7 +29,7 @@ def over(server: ObjectServer) -> dict[str, Any]:
     return {"arena": {"size": "64 MiB"}, "fetch": fetch, "tiers": [{"type": "host"}, level]}
 
 
-def test_two_engines_share_prefixes_through_a_bucket_and_do_without_it(
+def test_two_engines_share_prefixes_through_a_bucket_and_serve_without_it(
     start: Start, tmp_path: Path, reference: list[list[int]]
 ) -> None:
     """The server dies once the second engine has looked up all prompts but the last."""

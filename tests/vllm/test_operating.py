@@ -115,7 +115,7 @@ def another_model(home: Path) -> tuple[Path, str]:
     return other, f"{name} changed from 0.5 to {fields[name]}"
 
 
-def test_an_upgrade_and_a_full_disk_are_told_once_and_cost_hits_alone(
+def test_an_upgrade_and_a_full_disk_are_reported_once_and_cost_only_hits(
     start: Start, files: Path, reference: Tokens
 ) -> None:
     (meta,) = files.glob("*/META")

@@ -73,7 +73,7 @@ def require_that_a_session_ends(server: Server) -> None:
 
 
 @pytest.mark.versions
-def test_what_the_readme_says_is_found_again_after_a_stop(
+def test_the_readmes_command_finds_its_blocks_after_a_stop(
     model: Path, tmp_path: Path, started: list[Server]
 ) -> None:
     """With both values of ``when``, side by side."""

@@ -41,7 +41,7 @@ def test_other_weights_are_noticed_named_apart_and_old_names_return(
     assert later["external"] == HITS
 
 
-def test_two_ranks_agree_on_what_was_loaded(
+def test_two_ranks_agree_on_the_loaded_weights(
     start: Start, tmp_path: Path, models: list[Path]
 ) -> None:
     run = start(
@@ -58,7 +58,7 @@ def test_two_ranks_agree_on_what_was_loaded(
     assert found == [0, HITS, 0, HITS, HITS]
 
 
-def test_an_engine_that_sleeps_takes_nothing_from_the_others(
+def test_a_sleeping_engine_removes_no_blocks_of_others(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
     with RedisServer(tmp_path / "redis") as server:

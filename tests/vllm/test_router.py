@@ -106,7 +106,7 @@ def conversations(port: int, salt: str) -> tuple[list[list[int]], int]:
     return answers, found
 
 
-def test_a_router_that_knows_finds_more_than_turns(
+def test_a_router_with_an_index_finds_more_than_round_robin(
     model: Path, tmp_path: Path, started: list[Server], routers: list[subprocess.Popen[bytes]]
 ) -> None:
     servers, engines = zip(*(serve(tmp_path, name, model) for name in "ab"), strict=True)

@@ -81,7 +81,7 @@ def require_tokens(host: dict[Any, Any], heads: set[tuple[int, ...]]) -> None:
     assert not tokens, "every block of the first prompt was told with its tokens"
 
 
-def test_metrics_and_events_tell_what_the_cache_does(start: Start, files: Path) -> None:
+def test_metrics_and_events_match_the_work_of_the_cache(start: Start, files: Path) -> None:
     more = [prompt[::-1] for prompt in PROMPTS[:1]]
     run = start(
         stack(files),

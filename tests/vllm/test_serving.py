@@ -38,7 +38,9 @@ def test_a_new_process_is_served_from_files(start: Start, files: Path, reference
     assert stats["files"]["corrupt"] == 0
 
 
-def test_the_shape_with_several_processes(start: Start, files: Path, reference: Tokens) -> None:
+def test_an_engine_of_several_processes_is_served_from_files_and_host(
+    start: Start, files: Path, reference: Tokens
+) -> None:
     socket = files.parent / "several.sock"
     run = start(
         stack(files, control=str(socket)),
@@ -58,7 +60,7 @@ def test_the_shape_with_several_processes(start: Start, files: Path, reference: 
     assert stats["files"]["hits"] * BLOCK == stats["host"]["hits"] * BLOCK == ALL
 
 
-def test_a_prompt_that_is_computed_in_parts(
+def test_a_prompt_computed_in_parts_is_served(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
     run = start(
@@ -79,7 +81,7 @@ def test_a_prompt_that_is_computed_in_parts(
     assert later["host"]["stored"] - stats["host"]["stored"] == generated
 
 
-def test_loads_that_a_step_waits_for(start: Start, files: Path, reference: Tokens) -> None:
+def test_a_step_may_wait_for_its_loads(start: Start, files: Path, reference: Tokens) -> None:
     def load(way: str) -> list[Any]:
         return ["call", {"function": "tests.vllm.life:load", "way": way}]
 
@@ -119,7 +121,7 @@ def test_a_reset_of_the_connector_forgets_everything(
     assert (stats["host"]["blocks"], stats["files"]["blocks"]) == (0, 0)
 
 
-def test_under_pressure_requests_are_preempted_and_say_the_same(start: Start, files: Path) -> None:
+def test_preempted_requests_give_the_same_answers(start: Start, files: Path) -> None:
     prompts = [prompt[: 300 + 40 * i] for i, prompt in enumerate(PROMPTS * 2)]
     run = start(
         stack(files),
