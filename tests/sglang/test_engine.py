@@ -270,7 +270,7 @@ def small_pools(engine: Engine, known: dict[int, Answer]) -> None:
     assert (found.ids, found.storage) == (known[1].ids, whole(LONG))
 
 
-def test_an_engines_life(
+def test_an_engine_serves_through_its_whole_life(
     start: Callable[..., Engine],
     serve: Callable[..., Server],
     folder: Path,
