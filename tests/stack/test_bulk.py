@@ -91,7 +91,7 @@ async def run(kind: str, seed: int) -> list[Any]:
 @pytest.mark.product("kind", "seed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))
-def test_many_at_once_are_as_one_after_the_other(
+def test_bulk_operations_match_single_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
 ) -> None:
     found: list[list[Any]] = []

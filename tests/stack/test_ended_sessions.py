@@ -58,15 +58,15 @@ async def ended(use: Callable[[CacheManager], None], *, first: bool = False) -> 
 
 
 @pytest.mark.parametrize("use", [fetched, fetched_for_another, fetched_as_a_set, touched, offered])
-async def test_what_another_request_used_outlasts_the_session_that_brought_it_in(
+async def test_blocks_used_by_another_request_outlast_their_session(
     use: Callable[[CacheManager], None],
 ) -> None:
     assert await ended(use) == [len(SYSTEM), len(SYSTEM), 0, 0]
 
 
-async def test_what_nobody_else_used_leaves_every_level_with_the_session() -> None:
+async def test_blocks_used_only_by_a_session_leave_every_level_with_it() -> None:
     assert await ended(lambda _: None) == [0, 0, 0, 0]
 
 
-async def test_what_was_pinned_before_a_session_outlasts_it() -> None:
+async def test_blocks_pinned_before_a_session_outlast_it() -> None:
     assert await ended(lambda _: None, first=True) == [len(SYSTEM), len(SYSTEM), 0, 0]

@@ -21,7 +21,7 @@ NEEDED = {"mooncake-store": PROGRAM.exists(), "object": True}
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("name", FAILOVER_LANES)
-def test_a_fail_over_costs_misses_and_is_over(tmp_path, name):
+def test_a_failover_costs_only_misses_and_ends(tmp_path, name):
     """Each fault happens once, until the level serves blocks saved after it."""
     if not NEEDED.get(name, program() is not None):
         pytest.skip("what it needs is not installed")

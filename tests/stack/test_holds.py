@@ -172,7 +172,7 @@ def saved(cache: SimCache, keys: Sequence[BlockKey], **options: Any) -> int:
 
 
 @pytest.mark.slow
-async def test_loading_and_looking_up(meter: Meter) -> None:
+async def test_loads_and_lookups_hold_the_lock_briefly(meter: Meter) -> None:
     first, second = keys_of("first", BLOCKS), keys_of("second", BLOCKS)
     cache = await opened(Strict(first, second))
     meter.check("recovering")
@@ -207,7 +207,7 @@ async def test_loading_and_looking_up(meter: Meter) -> None:
 @pytest.mark.parametrize(
     "rule", [OffloadRule(), OffloadRule(when="commit")], ids=["evict", "commit"]
 )
-async def test_saving(meter: Meter, rule: OffloadRule) -> None:
+async def test_saves_hold_the_lock_briefly(meter: Meter, rule: OffloadRule) -> None:
     cache = await opened(Strict(), rule=rule, reserve_blocks=BLOCKS // 2)
     announcer = Announcer(cache.stack)
     alike, each = keys_of("alike", BLOCKS), keys_of("each", BLOCKS)
@@ -231,7 +231,7 @@ async def test_saving(meter: Meter, rule: OffloadRule) -> None:
 
 
 @pytest.mark.slow
-async def test_forgetting(meter: Meter) -> None:
+async def test_removals_hold_the_lock_briefly(meter: Meter) -> None:
     lost, kept = keys_of("lost", BLOCKS), keys_of("kept", BLOCKS)
     cache = await opened(Strict(lost, kept, salt="tenant"))
     cache.manager.remove(lost)
@@ -265,7 +265,7 @@ async def test_forgetting(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
+async def test_removals_during_a_load_hold_the_lock_briefly(meter: Meter) -> None:
     held = keys_of("held", BLOCKS)
     cache = await opened(Strict(held))
     fetch = cache.manager.fetch(held)
@@ -280,7 +280,7 @@ async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_judging_what_several_levels_have(meter: Meter) -> None:
+async def test_comparing_several_levels_holds_the_lock_briefly(meter: Meter) -> None:
     """The levels alternate, so that missing blocks cannot be derived from their number."""
     held = keys_of("held", BLOCKS)
     cache = await opened(Strict(held[::2]), Strict(held[1::2]))
@@ -339,7 +339,7 @@ def device_over(cache: SimCache) -> DeviceCache:
 
 
 @pytest.mark.slow
-async def test_a_pool_on_the_device(meter: Meter) -> None:
+async def test_a_pool_on_the_device_holds_the_lock_briefly(meter: Meter) -> None:
     cache = await opened(Strict(), reserve_blocks=BLOCKS // 2)
     device = device_over(cache)
     port, pool = device.port, device.pools[0]
@@ -371,7 +371,9 @@ async def test_a_pool_on_the_device(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_handing_a_device_down(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handing_a_device_down_holds_the_lock_briefly(
+    meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = await opened(Strict(), slots=2 * BLOCKS)
     monkeypatch.setattr(cache.manager, "flush", lambda timeout_s: True)  # it waits for the loop
     device = device_over(cache)

@@ -104,7 +104,7 @@ def opened(fd):
         os.close(fd)
 
 
-def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
+def test_isolated_levels_store_load_and_recover_blocks(tmp_path):
     with kvladder.open_cache(
         stack(files(tmp_path, codecs=["zstd", "checksum"])), layout=LAYOUT
     ) as cache:
@@ -116,7 +116,7 @@ def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_death_costs_more_than_misses(tmp_path):
+def test_the_death_of_a_tiers_process_costs_only_misses(tmp_path):
     random, killed = Random(7), set[int]()
     with kvladder.open_cache(
         stack(files(tmp_path, timeout="500 ms", abandon="200 ms")), layout=LAYOUT
@@ -148,7 +148,7 @@ def test_no_death_costs_more_than_misses(tmp_path):
         ({"abandon": "0 s"}, "tiers[1].abandon"),
     ],
 )
-def test_what_cannot_be_isolated_is_refused(settings, path):
+def test_tiers_that_cannot_be_isolated_are_refused(settings, path):
     with pytest.raises(ConfigError) as refused:
         kvladder.open_cache(stack(files("/tmp/x", **settings)), layout=LAYOUT)
     assert refused.value.path == path
@@ -162,7 +162,7 @@ def test_what_cannot_be_isolated_is_refused(settings, path):
         ({"type": "mooncake", "master": "127.0.0.1:1"}, True),
     ],
 )
-def test_whether_a_level_is_isolated_is_told(level, isolated):
+def test_describe_says_whether_a_level_is_isolated(level, isolated):
     config = load_config(stack({"capacity": "8 MiB", **level}))
     (told,) = re.findall(r"^  isolate +(\w+) ", config.describe(), re.MULTILINE)
     assert told == str(isolated)

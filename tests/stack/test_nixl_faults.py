@@ -68,7 +68,7 @@ def recover(cache, number):
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
+def test_a_death_in_mid_transfer_costs_only_misses(tmp_path):
     random = Random(11)
     with (
         Far(tmp_path, slots=160, block_bytes=BLOCK_BYTES) as far,
@@ -105,7 +105,7 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(PARTS))
-def test_no_death_in_mid_transfer_costs_more_than_its_calls(tmp_path, seed):
+def test_a_death_in_mid_transfer_costs_only_its_calls(tmp_path, seed):
     """Kills servers, clients and processes of tiers, over NIXL and Mooncake."""
     lanes = NIXL_LANES if find_spec("mooncake") is None else ALL_LANES
     trials = len(range(seed, TRIALS, PARTS))

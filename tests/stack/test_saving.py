@@ -24,7 +24,7 @@ def whole(saving: Saving, step: range) -> bool:
     return saving.metas([key(n) for n in step], [Slot(n) for n in step]) is not None
 
 
-def test_what_others_save_stays() -> None:
+def test_blocks_of_other_saves_stay() -> None:
     saving = Saving()
     reserved(saving, range(3), range(3, 6), range(6, 9))
     for step in (range(3, 6), range(3)):
@@ -37,7 +37,7 @@ def test_what_others_save_stays() -> None:
     assert not saving.disjoint([key(0), key(6)])
 
 
-def test_of_what_was_removed_meanwhile_and_is_saved_anew_each_goes_alone() -> None:
+def test_a_block_removed_and_saved_again_makes_its_save_go_block_by_block() -> None:
     saving = Saving()
     reserved(saving, range(3))
     saving.discard([key(1)])

@@ -153,7 +153,7 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
 @pytest.mark.parametrize("speed_s", SPEEDS)
 @pytest.mark.parametrize("blocks", [3, 15, 16, 31])
 @pytest.mark.parametrize("own", [0, 10])
-async def test_nor_requests_that_are_too_short_to_learn_from(
+async def test_no_speed_of_a_tier_slows_requests_too_short_to_learn_from(
     kind: str, speed_s: float, blocks: int, own: int
 ) -> None:
     """Prompts have 12 to 124 tokens, ``own`` of them new: a sample would take all blocks."""
@@ -168,7 +168,7 @@ async def test_nor_requests_that_are_too_short_to_learn_from(
 @pytest.mark.product("kind", "link")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])
-async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
+async def test_blocks_of_a_fast_tier_are_served(kind: str, link: Link) -> None:
     """Except for the sample that one request computes to measure the time."""
     for speed_s in (1e-5, 1e-4, 5e-4):
         lengths = [32, 64, 16, 5, 48, 1]
@@ -229,7 +229,7 @@ async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
     await cache.aclose()
 
 
-async def test_a_trial_of_blocks_that_have_gone_is_nothing() -> None:
+async def test_a_trial_of_removed_blocks_does_no_harm() -> None:
     tier = made("own", 1.0, "lines")
     cache, engine = await opened(tier, range(20), slots=256)
     for at in range(4):
@@ -259,7 +259,7 @@ async def test_few_requests_try_a_slow_tier() -> None:
     await cache.aclose()
 
 
-async def test_a_tier_that_hangs_costs_one_request_and_not_for_long() -> None:
+async def test_a_hanging_tier_delays_one_request_briefly() -> None:
     tier = made("own", 0.001, "lines")
     cache, engine = await opened(tier, range(40), slots=256)
     for at in range(4):
@@ -272,7 +272,7 @@ async def test_a_tier_that_hangs_costs_one_request_and_not_for_long() -> None:
     await cache.aclose()
 
 
-async def test_blocks_that_are_on_their_way_for_another_are_joined_or_not_waited_for() -> None:
+async def test_blocks_in_flight_for_another_request_are_joined_or_not_waited_for() -> None:
     """Single flight: two requests for one prompt, and one read of each block."""
     for speed_s, hits in ((0.0005, 32), (1.0, 0)):
         tier = made("own", speed_s, "lines")
@@ -305,7 +305,7 @@ async def test_hosts_part_is_served_while_the_rest_is_computed() -> None:
     await cache.aclose()
 
 
-async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
+async def test_late_answers_are_kept_without_being_waited_for() -> None:
     """The second request for a prompt uses the answer to the first one's probe."""
     tier = made("shared", 0.0, "calls", answer_s=0.1)
     cache, engine = await opened(tier, range(20), slots=256)
@@ -331,7 +331,7 @@ async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None
     await cache.aclose()
 
 
-async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
+async def test_a_useless_part_of_a_prefix_is_not_fetched() -> None:
     """Blocks that are worth something only together, because of a window, are not judged alone."""
     tier = made("own", 0.025, "lines")
     cache, engine = await opened(tier, range(20), slots=256)
@@ -345,7 +345,7 @@ async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
     await cache.aclose()
 
 
-async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
+async def test_arrived_blocks_extend_patience_once_they_lead_the_prefix() -> None:
     cache, engine = await opened(made("own", 0.0, "calls"), [0], slots=8)
     shared, loader = cache.stack.shared, cache.stack.loader
     slots = cache.arena.lease(2) or []
@@ -367,7 +367,7 @@ async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
     await cache.aclose()
 
 
-async def test_an_engine_that_does_not_tell_waits_until_the_deadline() -> None:
+async def test_an_engine_without_compute_times_waits_until_the_deadline() -> None:
     tier = made("own", 1.0, "calls")
     cache, engine = await opened(tier, range(4), slots=256)
     for at in range(3):
