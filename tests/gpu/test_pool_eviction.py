@@ -42,7 +42,7 @@ def test_e2_a_claimed_block_is_not_handed_out_again() -> None:
         engine.pool.allocate(1)
 
 
-def test_e3_released_to_the_front_is_next_and_released_normally_is_not() -> None:
+def test_e3_a_block_released_to_the_front_is_next_and_others_are_not() -> None:
     engine = Engine(8)
     [first] = engine.pool.allocate(1)
     engine.pool.release([first], front=True)
@@ -61,7 +61,7 @@ def test_e3_a_cached_block_released_to_the_front_goes_next() -> None:
     assert [on_device(engine, range(s, s + 4)) for s in (0, 100, 200)] == [1, 1, 0]
 
 
-def test_e4_released_b2_then_b1_they_go_in_this_order_after_the_others() -> None:
+def test_e4_blocks_released_as_b2_then_b1_leave_in_this_order_after_the_others() -> None:
     engine = Engine(8)
     [b1], [b2] = engine.pool.allocate(1), engine.pool.allocate(1)
     engine.pool.release([b2])

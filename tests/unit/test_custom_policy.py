@@ -77,7 +77,7 @@ class TestRecorder(PolicyTests):
 
 
 @pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
-async def test_a_policy_is_told_which_save_brought_a_block(count: int) -> None:
+async def test_a_policy_learns_which_save_brought_a_block(count: int) -> None:
     order = Recorder()
     cache = await SimCache.open(slots=2 * LARGE_SAVE, policy=order)
     one, other = cache.keys(*range(count)), cache.keys(*range(1000, 1000 + count))
@@ -94,7 +94,7 @@ async def test_a_policy_is_told_which_save_brought_a_block(count: int) -> None:
     await cache.aclose()
 
 
-async def test_a_policy_is_told_evictions_apart_from_removals() -> None:
+async def test_a_policy_can_distinguish_evictions_from_removals() -> None:
     order = Recorder()
     cache = await SimCache.open(slots=4, policy=order)
     old = cache.keys(1, 2, 3)
@@ -114,7 +114,7 @@ async def test_a_policy_is_told_evictions_apart_from_removals() -> None:
 
 
 @pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
-async def test_a_level_below_tells_its_policy_too(count: int) -> None:
+async def test_a_level_below_informs_its_policy_too(count: int) -> None:
     order, tier = Recorder(), FakeTier(durable=True)
     rule = OffloadRule(when="commit")
     below = LevelSpec(tier, rule, count, policy=order)
@@ -153,7 +153,7 @@ async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
     await cache.aclose()
 
 
-async def test_recovered_blocks_came_with_no_request() -> None:
+async def test_recovered_blocks_belong_to_no_request() -> None:
     order, tier = Recorder(), FakeTier(durable=True)
     first = await SimCache.open(LevelSpec(tier, OffloadRule(when="commit")))
     keys = first.keys(1, 2, 3)
@@ -205,7 +205,7 @@ async def test_a_block_that_comes_back_after_its_eviction_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", [37, 145, 200192, *range(40_000, 40_008)])
 @pytest.mark.parametrize("make", [example.S3Fifo, Recorder])
-def test_whole_caches_work_with_it(
+def test_whole_caches_work_with_a_custom_policy(
     seed: int, make: type[EvictionPolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(World, "make_policy", staticmethod(make))

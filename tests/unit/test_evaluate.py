@@ -47,7 +47,7 @@ def numbers(out: str) -> dict[str, list[float]]:
     }
 
 
-def test_what_loses_nothing_costs_nothing(folder: Path, capsys: Any) -> None:
+def test_a_lossless_codec_changes_no_output(folder: Path, capsys: Any) -> None:
     limits = ["--max-divergence", "0", "--min-agreement", "1"]
     for codec in ("zstd", "[{name: zstd, level: 3, min_saving: 0}, checksum]"):
         code, out, err = report(folder, capsys, "--codec", codec, *limits)
@@ -59,7 +59,7 @@ def test_what_loses_nothing_costs_nothing(folder: Path, capsys: Any) -> None:
         assert "3 prompts, 126 tokens compared" in out  # all but two blocks of each
 
 
-def test_what_loses_more_costs_more_and_saves_bytes(folder: Path, capsys: Any) -> None:
+def test_a_lossier_codec_changes_more_output_and_saves_bytes(folder: Path, capsys: Any) -> None:
     """Gemma 3: windows alone, layers with full attention alone, and both."""
     found = {}
     for kinds in ("window", "full", "window,full"):
@@ -150,7 +150,7 @@ def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, ca
         (["--codec", "fp8", "--tokens", "31"], r"--tokens: 31 .*32 or more"),
     ],
 )
-def test_what_is_wrong_is_refused(folder: Path, capsys: Any, more: list[str], says: str) -> None:
+def test_wrong_arguments_are_refused(folder: Path, capsys: Any, more: list[str], says: str) -> None:
     code, out, err = report(folder, capsys, *more)
     assert (code, out) == (2, "")
     assert re.search(says, err), err

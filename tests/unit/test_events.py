@@ -84,7 +84,7 @@ def test_a_follower_sees_each_block_once_until_it_takes_them() -> None:
     assert list(changes.take()) == []
 
 
-def test_a_fault_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [0.0, 1.0, 59.0, 61.0, 61.0]
     notices = Notices(lambda: times.pop(0))
     with caplog.at_level(logging.WARNING, "kvladder"):

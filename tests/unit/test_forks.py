@@ -48,7 +48,7 @@ def stack(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_engine_finds_its_blocks_while_a_child_of_the_one_before_lives(tmp_path: Path) -> None:
+def test_an_engine_finds_its_blocks_while_a_child_of_its_predecessor_lives(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(tmp_path)], stdout=subprocess.PIPE, cwd=root
@@ -80,7 +80,7 @@ def in_a_child(what: Any) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_child_has_no_lock_and_closes_nothing_of_others(tmp_path: Path) -> None:
+def test_a_child_holds_no_lock_and_closes_no_foreign_descriptor(tmp_path: Path) -> None:
     disk = Disk()
     with opened(disk, tmp_path / "LOCK", os.O_RDWR | os.O_CREAT) as fd:
         assert disk.lock(fd)
