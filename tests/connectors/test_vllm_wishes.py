@@ -131,7 +131,7 @@ def test_what_a_session_alone_has_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_requests_without_a_session_use_outlasts_it(when: str) -> None:
+def test_blocks_used_without_a_session_outlast_it(when: str) -> None:
     engine = opened()
     others = {"save": False} if when == "after" else {"priority": 100}
     if when == "before":

@@ -439,7 +439,7 @@ TestDeviceMachine = pytest.mark.slow(DeviceMachine.TestCase)
 TestDeviceMachine.settings = profile(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_pool_hears_of_writes_that_are_given_up() -> None:
+def test_a_pool_learns_of_abandoned_writes() -> None:
     machine = DeviceMachine()
     machine.start(MODELS[0], blocks=6, slots=6, thresholds=(40, 0), below=True, seed=0)
     request = machine.requests.begin([0] * 12)
@@ -458,7 +458,7 @@ def test_a_pool_hears_of_writes_that_are_given_up() -> None:
     machine.teardown()
 
 
-async def test_what_others_put_into_a_shared_tier_is_found_by_the_next_claim() -> None:
+async def test_blocks_of_others_in_a_shared_tier_are_found_by_the_next_claim() -> None:
     tier = SharedFakeTier()
     keys = SimCache.keys(1, 2, 3)
     async with cache_of(LevelSpec(tier)) as cache:

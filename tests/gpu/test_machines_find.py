@@ -58,7 +58,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_that_one_group_alone_is_asked_what_it_has_is_found(
+def test_matching_only_one_group_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Requests, "_match", match_one)

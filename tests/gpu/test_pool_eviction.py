@@ -170,7 +170,7 @@ def test_e11_more_than_can_be_freed_raises_and_changes_nothing() -> None:
     assert len(held) == 3
 
 
-def test_e11_inner_blocks_whose_children_are_held_alone_cannot_be_freed() -> None:
+def test_e11_inner_blocks_cannot_be_freed_while_only_their_children_are_held() -> None:
     engine = Engine(4)
     engine.run(range(12))
     keys = engine.keys(range(12))
@@ -311,7 +311,7 @@ def test_a_wrong_commit_is_refused_before_anything_changed() -> None:
     engine.check()
 
 
-def test_what_is_not_held_alone_or_has_followers_is_not_taken_over() -> None:
+def test_a_shared_block_or_one_with_followers_is_not_taken_over() -> None:
     engine = Engine(8)
     engine.run(range(8))
     first, second = engine.keys(range(8))

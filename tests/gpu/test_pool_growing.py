@@ -10,7 +10,7 @@ from kvladder.errors import PlanError
 from kvladder.gpu.sizing.grow import Beams, Growing, growth_step
 
 
-def test_g1_capacity_and_length_are_two_things() -> None:
+def test_g1_capacity_and_length_are_independent() -> None:
     buffer = Growing(128, length=17)
     assert (buffer.capacity, buffer.length, buffer.spare) == (128, 17, 111)
     assert not buffer.append(1)
