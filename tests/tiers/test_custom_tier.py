@@ -78,7 +78,7 @@ class TestSqlite(TierTests):
             await tier.put(blocks.writes(items))
         assert await blocks.get(tier, [*kept, *items]) == [True] + [False] * len(items)
 
-    async def test_a_path_that_cannot_be_is_refused(self, context: Any, tmp_path: Path) -> None:
+    async def test_an_impossible_path_is_refused(self, context: Any, tmp_path: Path) -> None:
         tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path / "none" / "x")))
         with pytest.raises(ConfigError, match=r"path: .*none is no folder"):
             await tier.open(context)

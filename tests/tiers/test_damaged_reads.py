@@ -113,7 +113,7 @@ class TestDamage(CodedTests, TierFixtures):
     def make(self, medium: Any, codecs: Any) -> Callable[[], Tier]:
         return lambda: CodedTier(medium[0](), codecs())
 
-    async def test_it_is_a_miss_and_never_wrong(
+    async def test_a_damaged_block_is_a_miss_and_never_wrong(
         self, tier: CodedTier, blocks: Mixed, medium: Any
     ) -> None:
         """``SampleBlocks.get`` compares all that comes."""

@@ -102,7 +102,7 @@ class TestFiles(FilesTests):
     def make(self, tmp_path: Path) -> MakeTier:
         return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
 
-    async def test_only_the_owner_may_read_it(
+    async def test_only_the_owner_may_read_the_files(
         self, tier: Tier, blocks: SampleBlocks, tmp_path: Path
     ) -> None:
         await blocks.put(tier, 0)
@@ -132,7 +132,7 @@ class TestFiles(FilesTests):
         await third.aclose()
         await other.aclose()
 
-    async def test_the_directory_is_removed_under_it(
+    async def test_a_removed_directory_fails_writes_and_keeps_open_files_usable(
         self, blocks: SampleBlocks, context: TierContext, tmp_path: Path
     ) -> None:
         stride = HEADER + context.layout.slot_bytes
@@ -155,7 +155,7 @@ class TestFiles(FilesTests):
         assert [batch async for batch in tier.recover()] == []
         await tier.aclose()
 
-    async def test_a_disk_that_hangs_does_not_stop_the_end(
+    async def test_a_hanging_disk_does_not_stop_a_close(
         self,
         blocks: SampleBlocks,
         context: TierContext,
@@ -268,7 +268,7 @@ class TestFake(FilesTests):
         self.disk_of_test.flip(path, offset, 0x10)
 
 
-def test_options_know_their_limits() -> None:
+def test_options_outside_their_limits_are_refused() -> None:
     def options(**values: object) -> FilesOptions:
         return msgspec.convert({"path": "/kv", **values}, FilesOptions, dec_hook=lambda t, v: t(v))
 

@@ -123,7 +123,7 @@ async def test_blocks_without_a_checksum_are_not_trusted_later(machine: Machine)
     await unchecked.aclose()
 
 
-async def test_expired_blocks_are_told_too_so_that_the_level_has_them_removed(
+async def test_expired_blocks_are_recovered_so_that_the_level_removes_them(
     machine: Machine,
 ) -> None:
     tier, _ = await machine.open()
@@ -215,7 +215,7 @@ async def test_an_unreadable_block_does_not_take_its_neighbours_with_it(
     assert caught.value.temporary
 
 
-async def test_a_write_that_fails_is_not_claimed(
+async def test_a_failed_write_is_not_reported_as_stored(
     bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks
 ) -> None:
     tier, disk = bad

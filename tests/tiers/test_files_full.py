@@ -29,7 +29,7 @@ def full_for_the_log(disk: FakeDisk) -> list[str]:
     return refused
 
 
-async def test_only_a_put_says_that_the_disk_is_full() -> None:
+async def test_only_a_put_reports_a_full_disk() -> None:
     disk = new_disk()
     machine = Machine(disk)
     tier, _ = await machine.open()

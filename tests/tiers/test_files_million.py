@@ -28,7 +28,7 @@ PLACES = (256 << 20) // STRIDE
 
 @pytest.mark.slow
 @pytest.mark.real
-async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
+async def test_a_million_blocks_are_recovered(tmp_path: Path) -> None:
     layout = Layout(block_tokens=16, block_bytes=4096)
     arena = Arena.create(1, layout.slot_bytes)
     context = TierContext(arena, layout, layout.namespace(), COUNT, SystemClock(), inline_blocking)

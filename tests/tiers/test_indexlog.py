@@ -62,7 +62,7 @@ def never() -> bool:
     return False
 
 
-def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None:
+def test_a_log_returns_stored_blocks_oldest_first_without_removed_ones(disk: FakeDisk) -> None:
     log, items = opened(disk)
     assert items == []
     log.put([item(3), item(1), item(2)])
@@ -72,7 +72,7 @@ def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None
     assert found(disk) == [item(3), item(2), item(0)]
 
 
-def test_a_record_keeps_all_that_is_said_of_a_block(disk: FakeDisk) -> None:
+def test_a_record_keeps_all_facts_of_a_block(disk: FakeDisk) -> None:
     items = [
         item(0, facts=Facts(100, 0, 9.75e8, b"8 bytes.", 7)),
         item(1, facts=Facts(0, 100, terms=1)),
@@ -89,7 +89,7 @@ def test_a_record_keeps_all_that_is_said_of_a_block(disk: FakeDisk) -> None:
     ]
 
 
-def test_a_log_of_an_older_version_is_begun_anew(disk: FakeDisk) -> None:
+def test_a_log_of_an_older_version_is_restarted(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1)])
     log.close()
@@ -114,7 +114,7 @@ def test_places_above_the_capacity_are_ignored(disk: FakeDisk) -> None:
     assert found(disk, places=50) == [item(1, 5)]
 
 
-def test_many_records_of_many_reads(disk: FakeDisk) -> None:
+def test_many_records_are_read_in_several_reads(disk: FakeDisk) -> None:
     log, _ = opened(disk, places=5000)
     puts = [item(n, n) for n in range(3000)]
     for start in range(0, 3000, 100):
@@ -125,7 +125,7 @@ def test_many_records_of_many_reads(disk: FakeDisk) -> None:
     assert found(disk, places=5000) == puts[:1000] + puts[1500:]
 
 
-def test_a_record_with_any_byte_flipped_is_passed_over() -> None:
+def test_a_record_with_any_byte_flipped_is_skipped() -> None:
     for byte in range(RECORD_BYTES):
         disk = FakeDisk(HOME)
         log, _ = opened(disk)
@@ -150,7 +150,7 @@ def test_a_torn_tail_is_cut_and_stays_away() -> None:
         assert found(disk) == [*items, item(9)], torn
 
 
-def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDisk) -> None:
+def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1), item(2), item(3)])
     stale = disk.content(PATH)[RECORD_BYTES * 2 :]
@@ -164,7 +164,7 @@ def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDis
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"something else" * 99])
-def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> None:
+def test_a_log_without_a_header_is_restarted(disk: FakeDisk, damage: bytes) -> None:
     disk.put(PATH, damage)
     log, items = opened(disk)
     assert items == []
@@ -173,7 +173,7 @@ def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> 
     assert found(disk) == [item(1)]
 
 
-def test_a_header_with_any_byte_flipped_is_mended() -> None:
+def test_a_header_with_any_byte_flipped_is_repaired() -> None:
     for byte in range(RECORD_BYTES):
         disk = FakeDisk(HOME)
         log, _ = opened(disk)
@@ -185,7 +185,7 @@ def test_a_header_with_any_byte_flipped_is_mended() -> None:
         assert disk.content(PATH)[:RECORD_BYTES] == whole, byte
 
 
-def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> None:
+def test_a_lost_log_is_rewritten_whole_or_not_at_all(disk: FakeDisk) -> None:
     log = new(disk)
     assert log.load(anew=False).lost
     assert not disk.files()
@@ -198,7 +198,7 @@ def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> No
     log.close()
 
 
-def test_another_namespace_s_log_is_begun_anew(disk: FakeDisk) -> None:
+def test_a_log_of_another_namespace_is_restarted(disk: FakeDisk) -> None:
     log = new(disk, space=Namespace(hashlib.sha256(b"another").digest()))
     log.load()
     log.put([item(1)])
@@ -258,7 +258,7 @@ def test_compaction_keeps_the_live_records_and_their_order(disk: FakeDisk) -> No
     assert disk.files().keys() == {str(PATH)}
 
 
-def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
+def test_records_appended_during_a_compaction_are_kept(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     live = fill(log, 20)
     asked: list[int] = []
@@ -276,7 +276,7 @@ def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
     assert found(disk) == [live[0], live[2], item(30), item(31)]
 
 
-def test_compaction_stops_when_it_is_told(disk: FakeDisk) -> None:
+def test_a_compaction_stops_on_request(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     live = fill(log, 20)
     log.compact(lambda: True)

@@ -71,7 +71,7 @@ def patient(**settings):
 
 
 @pytest.mark.parametrize("codecs", [["checksum"], ["zstd", "aes-gcm"]])
-def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypatch):
+def test_two_caches_share_blocks_that_no_other_cache_sees(store, codecs, monkeypatch):
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     wanted, settings = keys(1, 2, 3), patient(codecs=codecs)
     with cache_over(*store, **settings) as first, cache_over(*store, **settings) as second:
@@ -87,7 +87,7 @@ def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypat
         assert load(first, wanted) == 1
 
 
-def test_a_purge_removes_what_others_put(store):
+def test_a_purge_removes_blocks_of_other_caches(store):
     with cache_over(*store, **patient()) as first, cache_over(*store, **patient()) as second:
         tenants, others = keys("tenant", 1), keys("other", 1)
         stored(first, tenants, salt="tenant")
@@ -100,7 +100,7 @@ def test_a_purge_removes_what_others_put(store):
         assert load(second, others) == 0
 
 
-def test_a_server_that_is_killed_and_started_again(server):
+def test_a_server_that_is_killed_and_restarted_is_used_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
         until(lambda: comes_back(cache, wanted))
@@ -112,7 +112,7 @@ def test_a_server_that_is_killed_and_started_again(server):
         until(lambda: comes_back(cache, wanted))
 
 
-def test_a_server_that_answers_nothing_for_a_while(server):
+def test_a_server_that_is_silent_for_a_while_is_used_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
         until(lambda: comes_back(cache, wanted))
@@ -123,7 +123,7 @@ def test_a_server_that_answers_nothing_for_a_while(server):
         until(lambda: comes_back(cache, wanted))
 
 
-def test_a_bucket_that_is_taken_away(server):
+def test_a_removed_bucket_gives_misses(server):
     wanted = keys(1, 2)
     with cache_over(f"s3://{BUCKET}/kv", server.options, **patient()) as cache:
         server.ask("DELETE", BUCKET)

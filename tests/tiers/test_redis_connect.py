@@ -53,7 +53,7 @@ def sockets():
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_what_is_cut_off_while_it_is_made_leaves_no_socket_open(options, late):
+async def test_a_connection_cancelled_during_its_setup_leaves_no_socket_open(options, late):
     await connected(options)
     await asyncio.sleep(0)
     before = sockets()

@@ -47,12 +47,12 @@ class TestSentinels(Values):
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         return RedisOptions(url=url, sentinel="kv", connect_timeout=PATIENT)
 
-    async def test_the_first_of_them_hangs(self, tier, blocks):
+    async def test_a_hanging_first_sentinel_is_skipped(self, tier, blocks):
         items = await blocks.put(tier, 0, 1)
         assert await blocks.get(tier, items) == [True, True]
 
 
-def test_all_sentinels_hang(silent):
+def test_hanging_sentinels_are_reported_at_the_timeout(silent):
     url = f"redis://127.0.0.1:{silent}"
     error = refused(url=url, sentinel="kv", connect_timeout="50 ms")
     assert f"127.0.0.1:{silent}: no answer within 0.05 s" in error.message
@@ -67,7 +67,7 @@ def unconcerned(folder):
         yield servers
 
 
-def test_a_cache_finds_what_the_others_have(tmp_path):
+def test_a_cache_finds_the_blocks_of_other_nodes_while_one_is_silent(tmp_path):
     patient = {"cluster": True, "timeout": "5 s", "deadline": "20 s"}
     with unconcerned(tmp_path) as servers:
         with cache_over(servers[0].url, **patient) as first:

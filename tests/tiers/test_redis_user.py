@@ -79,7 +79,7 @@ def test_a_name_without_a_password_is_that_user_and_not_the_default_one(tmp_path
         assert refused(url=server.url, username="other").path.endswith(".password")
 
 
-def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
+def test_a_lost_right_and_a_changed_password_cost_only_misses(tmp_path):
     with RedisServer(tmp_path) as server:
         allow(server)
         url = f"redis://kv:password@127.0.0.1:{server.port}"
@@ -96,7 +96,7 @@ def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
                 until(lambda: load(cache, keys(1, 2))[0] == 2)
 
 
-def test_a_server_that_comes_later(tmp_path):
+def test_a_server_that_starts_later_is_used(tmp_path):
     with RedisServer(tmp_path) as server:
         server.kill()
         with cache_over(server.url) as cache:

@@ -122,7 +122,7 @@ def small():
     st.lists(st.tuples(KINDS, st.sampled_from([0, 100, 1000])), min_size=1, max_size=12),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),
 )
-def test_replies_in_any_pieces_to_values_of_any_size(wanted, pieces):
+def test_replies_in_any_pieces_give_values_of_any_size(wanted, pieces):
     asyncio.run(_exchanged(wanted, pieces))
 
 
@@ -163,7 +163,7 @@ def _is_error(found):
     return isinstance(found, ReplyError) and found.code == "OOM"
 
 
-async def test_not_everything_is_asked_for_at_once():
+async def test_a_large_exchange_sends_its_commands_in_parts():
     wire = Wire()
     server = Server(wire, [b"$500\r\n" + b"x" * 500 + b"\r\n"] * 10)
     views = [memoryview(bytearray(500)) for _ in range(10)]
@@ -188,7 +188,7 @@ STRAYS = [b"+OK\r\n", b":7\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"-ERR x\r\n", b"
     st.sampled_from(STRAYS),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),
 )
-def test_a_reply_too_many_fails_the_exchange_or_closes_the_wire(kinds, place, stray, pieces):
+def test_an_extra_reply_fails_the_exchange_or_closes_the_wire(kinds, place, stray, pieces):
     asyncio.run(_strayed(kinds, place, stray, pieces))
 
 
@@ -214,7 +214,7 @@ async def _strayed(kinds, place, stray, pieces):
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
+async def test_an_unrequested_reply_closes_the_wire(stray):
     wire = Wire()
     server = Server(wire, [b"+OK\r\n"])
     task = asyncio.create_task(wire.exchange([ASK]))
@@ -252,7 +252,7 @@ async def test_a_reply_that_was_lost_fails_the_exchange():
 
 
 @pytest.mark.parametrize("reply", [b"$1_0\r\n", b":+1\r\n", b"$ 3\r\n", b"$-\r\n", b":\r\n"])
-async def test_what_is_no_number_to_the_protocol_is_none_here(reply):
+async def test_a_reply_with_an_invalid_number_is_an_error(reply):
     wire = Wire()
     server = Server(wire, [reply])
     task = asyncio.create_task(wire.exchange([ASK]))
@@ -298,7 +298,7 @@ async def _sent(lengths, pieces, in_place):
     far.close()
 
 
-def test_commands_are_spelled_as_the_protocol_wants_them():
+def test_commands_are_encoded_as_the_protocol_requires():
     assert encode(b"SET", b"k", -1) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n-1\r\n"
     before, after = encode_around(b"SET", b"k", length=9, after=[b"PX", 70])
     assert before + b"a%d value" + after == (
