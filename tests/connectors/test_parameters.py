@@ -74,7 +74,7 @@ def make_model(*, seed: int = 1, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, **options)).eval()
 
 
-def test_the_digest_tells_models_apart() -> None:
+def test_different_models_have_different_digests() -> None:
     one = model_digest(make_model())
     assert one == model_digest(make_model())
     assert one != model_digest(make_model(seed=2))

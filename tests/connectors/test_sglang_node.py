@@ -116,7 +116,7 @@ def until_free(node, slots):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["fetch", "save"])
-def test_what_a_dead_rank_held_comes_back(address, rank, verb):
+def test_slots_of_a_dead_rank_become_free(address, rank, verb):
     owner = join(address, opened)
     try:
         stored(owner)
@@ -226,7 +226,7 @@ def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address, monkey
         come(address)
 
 
-def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, monkeypatch):
+def test_a_rank_that_joins_during_a_close_waits_and_opens_its_own_stack(address, monkeypatch):
     """A storage may be detached and attached at once, by ranks of different speed."""
     owner = join(address, opened)
     closing, may_close, nodes, opens = threading.Event(), threading.Event(), [], []
@@ -259,7 +259,7 @@ def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, mo
     nodes[0].close()
 
 
-def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeypatch):
+def test_an_address_without_an_answer_is_an_error_in_the_end(address, monkeypatch):
     monkeypatch.setattr(node, "LEAVING_S", 0.0)
     lines = LocalListener(address, pytest.fail)
     lines.begin(lambda connection: None)
@@ -268,7 +268,7 @@ def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeyp
     lines.close()
 
 
-def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, monkeypatch):
+def test_a_failure_to_accept_ranks_is_reported_now_and_then_and_may_end(address, monkeypatch):
     said: list[str] = []
     lines = LocalListener(address, said.append)
     accept, fails = lines._listener.accept, [True]
@@ -289,7 +289,7 @@ def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, 
     lines.close()
 
 
-def test_alone_there_is_no_socket():
+def test_a_single_rank_opens_no_socket():
     owner = join(None, opened)
     assert isinstance(owner, CacheServer)
     stored(owner)

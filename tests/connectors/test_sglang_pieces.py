@@ -91,7 +91,7 @@ def test_a_fetch_that_gets_no_slot_ends_in_time(opened):
     assert read(manager, 0)[1] == PAGES
 
 
-def test_a_rank_that_stands_still_leaves_slots_to_others(opened):
+def test_a_rank_that_stops_leaves_slots_to_others(opened):
     manager = opened(2 * PART, 2)
     still = fetch_pieces(manager, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
     assert next(still).pages

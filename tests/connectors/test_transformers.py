@@ -158,7 +158,7 @@ def outputs(jobs: Sequence[Job]) -> list[list[int]]:
     return [job.output for job in jobs]
 
 
-def test_pools_alone_serve_what_they_still_have():
+def test_pools_without_tiers_serve_the_blocks_they_still_hold():
     model, prompts = make_model(), prompts_of(2)
     memory = stack(tokens=400)["gpu"]
     said = plain(model, prompts)
@@ -174,7 +174,7 @@ def test_pools_alone_serve_what_they_still_have():
 
 @pytest.mark.parametrize("step", [None, 7])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_says_the_same_with_the_pool_and_without(name, step):
+def test_a_model_gives_the_same_answers_with_the_pool_and_without(name, step):
     model, prompts = make_model(name), prompts_of(4)
     expected = plain(model, prompts)
     assert all(len(set(said)) > NEW // 2 for said in expected)
@@ -187,7 +187,7 @@ def test_a_model_says_the_same_with_the_pool_and_without(name, step):
         assert all(job.cached >= len(job.prompt) // BLOCK * BLOCK - BLOCK for job in jobs)
 
 
-def test_a_model_that_is_not_told_positions_computes_no_padding() -> None:
+def test_a_model_without_positions_computes_no_padding() -> None:
     """The model counts the tokens of the cache, so padding would shift a row."""
     torch.manual_seed(1)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -246,7 +246,7 @@ def test_all_of_the_device_is_handed_down_through_an_arena_that_is_smaller(name,
 
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
+def test_requests_that_do_not_fit_are_preempted_and_continue(name, how, monkeypatch):
     monkeypatch.setattr(Preemption, "choice", lambda self, request: how)
     model, prompts = make_model(name), prompts_of(4, shared=9, own=40)
     with opened(model, stack(tokens=150), step=16) as pooled:
@@ -259,7 +259,7 @@ def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_long_prompt_that_made_way_is_computed_again_in_parts(name, monkeypatch):
+def test_a_long_preempted_prompt_is_recomputed_in_parts(name, monkeypatch):
     monkeypatch.setattr(Preemption, "choice", lambda self, request: "recompute")
     model, prompts = make_model(name), prompts_of(4, shared=0, own=70)
     with opened(model, stack(tokens=150), step=8) as pooled:
@@ -298,7 +298,7 @@ def flip(memory: memoryview) -> None:
         memory[at] ^= 0x40
 
 
-def test_flipped_bytes_change_what_it_says():
+def test_flipped_bytes_change_the_answer():
     """The control: a wrong KV cache is not without effect."""
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=400)) as pooled:
@@ -329,7 +329,7 @@ def test_flipped_files_are_found_out_unless_checks_are_off(tmp_path, codecs):
     assert same == bool(codecs)
 
 
-def test_a_window_lets_go_of_what_it_has_passed():
+def test_a_window_releases_the_blocks_it_has_passed():
     model = make_model("gemma3")
     with opened(model, stack(tokens=400), step=8) as pooled:
         windows = [group.window for group in pooled.requests.groups]
@@ -358,7 +358,7 @@ def test_a_model_with_other_state_is_refused():
         layer_shapes(AutoModelForCausalLM.from_config(config).eval(), context=64)
 
 
-def test_the_memory_has_to_be_named_on_cpu():
+def test_the_memory_must_be_set_on_cpu():
     with pytest.raises(ConfigError, match=r"gpu\.memory"):
         opened(make_model(), {"host": "1 MiB"})
 
@@ -374,12 +374,12 @@ def test_blocks_of_a_wrong_size_are_refused():
         PooledModel(make_model(), stack(tokens=400), context=CONTEXT, block_tokens=12)
 
 
-def test_a_window_that_sees_everything_is_none():
+def test_a_window_as_long_as_the_context_is_full_attention():
     shapes = layer_shapes(make_model("gemma3"), context=WINDOW)
     assert {shape.window for shape in shapes} == {0}
 
 
-def test_rows_that_were_trained_since_are_not_served_from_before(tmp_path):
+def test_blocks_from_before_a_training_step_are_not_served(tmp_path):
     model = make_model()
     source, prompts = stack(tokens=400, files=tmp_path), [[250, 251, 252, 253] * 8]
     with opened(model, source) as pooled:
@@ -394,7 +394,7 @@ def test_rows_that_were_trained_since_are_not_served_from_before(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_same_on_a_gpu(name, tmp_path):
+def test_a_gpu_gives_the_same_answers(name, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model, prompts = make_model(name).cuda(), prompts_of(4)

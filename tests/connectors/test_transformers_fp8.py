@@ -97,7 +97,7 @@ def test_logits_over_fp8_blocks_are_within_the_tolerance(
 
 
 @pytest.mark.parametrize("kinds", [["full"], ["window"], True])
-def test_layers_that_nothing_was_allowed_for_come_back_exactly(tmp_path: Path, kinds: Any) -> None:
+def test_layers_that_fp8_is_not_allowed_for_come_back_exactly(tmp_path: Path, kinds: Any) -> None:
     """Gemma 3 has windows and full layers in separate levels; each adds its own error."""
     model = make_model("gemma3", initializer_range=0.1)
     prompt = prompt_of(0)
@@ -133,7 +133,7 @@ def test_blocks_of_another_prompt_are_far_beyond_the_tolerance() -> None:
     assert most > 3 * MOST
 
 
-def test_it_has_to_be_allowed_and_shares_nothing_with_exact_stacks(tmp_path: Path) -> None:
+def test_fp8_must_be_allowed_and_shares_nothing_with_exact_stacks(tmp_path: Path) -> None:
     model, prompt = make_model(), prompt_of(0)
     with pytest.raises(ConfigError, match="allow_lossy: true"):
         opened(model, stack(tokens=TOKENS, files=tmp_path, codecs=["fp8"]))

@@ -55,7 +55,7 @@ SEES = {"use_sliding_window": True, "sliding_window": WINDOW}
         ([1000], ["full_attention"] * 3),
     ],
 )
-def test_windows_repeat_over_the_layers_and_say_what_a_model_with_them_says(
+def test_windows_repeat_over_the_layers_and_match_a_model_that_has_them(
     windows: list[int], kinds: list[str], step: int | None
 ) -> None:
     model = make_model("qwen2")
@@ -136,7 +136,7 @@ def test_layers_that_share_keys_share_their_windows(name: str, step: int | None)
     assert len({str(one) for one in (said, plain(model, prompts), *narrow)}) == 4
 
 
-def test_layers_that_read_keys_of_nobody_have_no_windows(monkeypatch: Any) -> None:
+def test_layers_that_read_keys_of_no_layer_can_have_no_windows(monkeypatch: Any) -> None:
     model = sharer("gemma3n", WINDOW)
     attention = type(model.model.layers[0].self_attn)
     forward = attention.forward
@@ -159,7 +159,7 @@ def test_windows_are_counted_by_layers_that_keep_keys() -> None:
         opened(model, source(memory="1 MiB", windows=[0] * 7))
 
 
-def test_memory_goes_between_windows_while_it_serves() -> None:
+def test_memory_moves_between_windows_during_serving() -> None:
     model, prompts = make_model("gemma3"), prompts_of(8, shared=0, own=2)
     long = prompts_of(4, shared=20, own=40)
     said = plain(model, prompts), plain(model, long)
@@ -197,13 +197,13 @@ def test_other_windows_share_nothing(tmp_path: Any) -> None:
         ({"dtype": "int8"}, "gpu.dtype", "'auto' or 'bfloat16'"),
     ],
 )
-def test_wrong_knobs_are_refused(gpu: dict[str, Any], path: str, says: str) -> None:
+def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as got:
         opened(make_model(), source(**gpu))
     assert got.value.path.startswith(path)
 
 
-def test_attention_that_takes_no_mask_of_ours_is_refused() -> None:
+def test_attention_that_takes_no_mask_is_refused() -> None:
     model = make_model()
     model.set_attn_implementation("eager")
     with pytest.raises(ConfigError, match=r"gpu\.windows: attention by 'eager' .*sdpa"):

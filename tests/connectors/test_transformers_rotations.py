@@ -128,7 +128,7 @@ def test_all_texts_have_the_rotation_of_the_longest(name: str, step: int | None)
 @pytest.mark.parametrize(
     ("rope", "longest"), [(longrope(SHORT, CONTEXT), 4 * CONTEXT), (dynamic(), CONTEXT)]
 )
-def test_up_to_the_original_length_it_says_what_generate_says(
+def test_up_to_the_original_length_answers_match_generate(
     rope: dict[str, Any], longest: int
 ) -> None:
     model, prompts = make(rope, longest=longest), prompts_of(3)
@@ -208,7 +208,7 @@ def test_scales_that_depend_on_the_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_caches_of_prefixes_are_not_for_such_models(name: str) -> None:
+def test_caches_of_prefixes_refuse_such_models(name: str) -> None:
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
     with pytest.raises(LayoutError, match=r"rotates tokens by the length .*use PooledModel"):
         Prefixes(TWINS[name][0](), source)

@@ -113,7 +113,7 @@ def change(model: Any, owner: Any, write: Callable[[Any], None] = negate) -> Non
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_other_weights_computed_is_not_served(write: Callable[[Any], None]) -> None:
+def test_blocks_of_other_weights_are_not_served(write: Callable[[Any], None]) -> None:
     model, prompts = make_model(), prompts_of(2)
     with opened(model, stack(tokens=400)) as pooled:
         first = serve(pooled, prompts)
@@ -138,7 +138,7 @@ def go_on(pooled: PooledModel, engine: Engine) -> None:
 @pytest.mark.parametrize("write", [negate, behind_its_back])
 @pytest.mark.parametrize("options", [{}, {"drafts_max": 3}])
 @pytest.mark.parametrize("step", [None, 8])
-def test_requests_under_way_go_on_as_the_new_weights_say(
+def test_running_requests_continue_with_the_new_weights(
     step: int | None, options: dict[str, Any], write: Callable[[Any], None]
 ) -> None:
     """Blocks that the old weights computed are not served under the new names."""
@@ -159,7 +159,7 @@ def test_requests_under_way_go_on_as_the_new_weights_say(
         assert outputs(again) == plain(model, prompts)
 
 
-def test_beams_begin_anew() -> None:
+def test_beams_restart_with_the_new_weights() -> None:
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=800)) as pooled:
         engine = Engine(pooled)
@@ -246,7 +246,7 @@ def test_with_the_old_weights_the_old_names_return(tmp_path: Path) -> None:
         assert all(job.cached >= 28 for job in jobs)
 
 
-def test_what_has_not_changed_stays_cached() -> None:
+def test_blocks_of_unchanged_weights_stay_cached() -> None:
     model, prompts = make_model(), prompts_of(2)
     with opened(model, stack(tokens=400)) as pooled:
         engine = Engine(pooled)
@@ -262,7 +262,7 @@ def test_what_has_not_changed_stays_cached() -> None:
         assert all(job.cached >= 28 for job in serve(pooled, prompts))
 
 
-def test_names_are_of_the_weights_in_memory_whatever_lies_in_the_files(tmp_path: Path) -> None:
+def test_names_come_from_the_weights_in_memory_and_not_from_the_files(tmp_path: Path) -> None:
     """Files that were replaced between reading and digesting them name nothing."""
     transformers_logging.disable_progress_bar()  # a bar begins a thread
     for seed in (1, 2):

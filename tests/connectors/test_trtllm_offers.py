@@ -73,7 +73,7 @@ def claims(engine: Executor) -> int:
         ([(32, 112), (112, 192)], range(0)),
     ],
 )
-def test_what_is_left_of_a_promise_is_loaded(
+def test_the_rest_of_a_promise_is_loaded(
     engine: Executor, handed_back: list[tuple[int, int]], left: range
 ) -> None:
     request = asked(engine, own=32)
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_promise_is_loaded(
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
+def test_saves_from_blocks_that_were_taken_away_are_not_published(
     engine: Executor, copied: bool
 ) -> None:
     other = list(range(500, 700))
@@ -128,7 +128,7 @@ def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
         (0, 0, range(0)),
     ],
 )
-def test_what_is_promised_may_be_taken_in_part(
+def test_a_promise_may_be_taken_in_part(
     engine: Executor, taken: int, pages: int, copies: range
 ) -> None:
     request = asked(engine)
@@ -141,7 +141,9 @@ def test_what_is_promised_may_be_taken_in_part(
 
 
 @pytest.mark.parametrize("at_first", [5, 25])
-def test_what_was_not_taken_is_computed_before_it_is_saved(engine: Executor, at_first: int) -> None:
+def test_blocks_that_were_not_taken_are_computed_before_they_are_saved(
+    engine: Executor, at_first: int
+) -> None:
     longer = [*PROMPT, *range(700, 900)]
     request = engine.request(longer)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (192, False)

@@ -68,14 +68,16 @@ def hits(one: Simulation, seed: int = 1, *, adapter: str | None = "a", keep: boo
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_adapter_finds_what_it_saved(start: Start, lazy: bool, ranks: int) -> None:
+def test_an_adapter_finds_its_own_blocks(start: Start, lazy: bool, ranks: int) -> None:
     one = start(ranks=ranks)
     one.server.load("a", lazy=lazy)
     assert [hits(one), hits(one), hits(one, adapter=None)] == [0, 28, 0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_files_replaced_before_the_first_request_do_not_count(start: Start, ranks: int) -> None:
+def test_files_replaced_before_the_first_request_do_not_change_the_name(
+    start: Start, ranks: int
+) -> None:
     one = start(ranks=ranks)
     one.server.load("a")
     one.server.put("a", 2)
@@ -88,7 +90,7 @@ def test_files_replaced_before_the_first_request_do_not_count(start: Start, rank
 
 
 @pytest.mark.parametrize("way", ["unloaded", "in place"])
-def test_what_vllms_own_cache_has_of_an_adapter_before_is_not_saved(start: Start, way: str) -> None:
+def test_vllms_own_blocks_of_a_replaced_adapter_are_not_saved(start: Start, way: str) -> None:
     one = start()
     one.server.load("a")
     assert hits(one) == 0
@@ -106,7 +108,7 @@ def test_what_vllms_own_cache_has_of_an_adapter_before_is_not_saved(start: Start
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("way", ["in place", "makes way"])
-def test_what_two_adapters_made_together_is_not_saved(
+def test_blocks_computed_by_two_adapters_are_not_saved(
     start: Start, way: str, overlap: bool
 ) -> None:
     """The step after the change was made by a scheduler half that did not know of it."""
@@ -137,7 +139,7 @@ def test_what_two_adapters_made_together_is_not_saved(
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_files_that_vllm_reads_again_by_itself_count(start: Start, anew: bool) -> None:
+def test_adapter_files_that_vllm_reads_again_change_the_name(start: Start, anew: bool) -> None:
     """vLLM reads them for each step of a request, or after it has evicted the adapter."""
     one = start(adapters=1)
     one.server.put("b", 3)
@@ -164,7 +166,7 @@ def test_adapters_that_take_turns_are_found_each_time(start: Start) -> None:
     assert one.ranks[0].loras.reads == 9, "once for each, as without a connector"
 
 
-def test_an_adapter_that_is_in_use_does_not_make_way_for_what_is_asked(start: Start) -> None:
+def test_an_adapter_in_use_is_not_replaced_by_a_requested_one(start: Start) -> None:
     one = start(adapters=2)
     for name in "bc":
         one.server.put(name, 2)
@@ -199,7 +201,7 @@ def test_an_adapter_that_cannot_be_read_is_computed_without_a_cache(start: Start
     assert [hits(one), hits(one)] == [0, 28]
 
 
-def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> None:
+def test_an_adapter_with_unknown_parts_is_not_cached(start: Start) -> None:
     one = start()
     lora = one.server.load("a")
     held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
@@ -218,7 +220,7 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
         ("c", "", "bc"),
     ],
 )
-def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
+def test_a_requested_adapter_replaces_none_that_is_used_or_pinned(
     registered: None, tmp_path: Path, kept: str, pinned: str, left: str
 ) -> None:
     del registered
@@ -236,7 +238,7 @@ def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
     assert set(loras.contents()) == {numbers[name] for name in left}
 
 
-def test_an_adapter_that_was_another_one_for_a_while_has_left_its_traces(start: Start) -> None:
+def test_an_adapter_that_was_replaced_for_a_while_is_not_trusted(start: Start) -> None:
     """No request began with it, but one continued with it, and vLLM's own cache has the result."""
     one = start(budget=8)
     one.server.load("a")
@@ -313,7 +315,7 @@ def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     assert worker.bad_blocks() == (set() if ended[JobId(1)] else {1})
 
 
-def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
+def test_a_load_in_flight_fails_once_its_adapter_has_changed(
     half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path
 ) -> None:
     """Its request did not run yet, so the adapter in memory computes it."""
@@ -343,7 +345,7 @@ def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
     assert worker.bad_blocks() == {1}, "the other one has no adapter"
 
 
-def test_every_part_of_an_adapter_counts_but_its_number() -> None:
+def test_every_part_of_an_adapter_but_its_number_names_blocks() -> None:
     def made(number: int = 1, **changes: Any) -> Any:
         packed = [torch.ones(2, 1), None, torch.zeros(2, 1)]
         layer = {"module_name": "l", "rank": 1, "scaling": 1}
@@ -374,7 +376,7 @@ def test_every_part_of_an_adapter_counts_but_its_number() -> None:
 @pytest.mark.parametrize("source", ["host", "moody"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_ever_read_that_another_adapter_wrote(
+def test_no_request_reads_bytes_of_another_adapter(
     start: Start, model: str, source: str, seed: int
 ) -> None:
     """Adapters are replaced, loaded lazily and in place, reloaded and evicted in between."""

@@ -59,7 +59,7 @@ class Steps:
         self.computing.end(number)
 
 
-def test_a_prompts_part_of_a_step_is_what_it_takes_more_than_decoding() -> None:
+def test_the_time_of_a_prompt_is_its_step_less_the_time_of_decoding() -> None:
     steps, one, two = Steps(), state(), state()
     for seconds in (2.0, 3.0, 100.0):
         steps.step(seconds, (one, 1), (two, 1))
@@ -84,7 +84,7 @@ def test_steps_that_overlap_count_from_the_end_of_the_one_before() -> None:
     assert steps.told == [(100, 5.0), (100, 6.0)]
 
 
-def test_steps_that_nobody_reports_are_forgotten_with_the_next_that_ends() -> None:
+def test_unreported_steps_are_forgotten_with_the_next_reported_one() -> None:
     steps, one = Steps(), state()
     begun = [steps.computing.begin([(one, 1)], timed=True) for _ in range(3)]
     steps.computing.end(begun[-1])
@@ -101,7 +101,7 @@ def test_idle_steps_and_steps_that_load_are_not_timed() -> None:
     assert one.left == 0
 
 
-def test_what_waits_is_known_and_forgotten() -> None:
+def test_waiting_tokens_are_counted_until_they_are_computed() -> None:
     steps, one, two = Steps(), state(), state()
     steps.computing.expect(one, 100)
     steps.computing.expect(two, 50)

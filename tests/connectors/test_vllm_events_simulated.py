@@ -96,7 +96,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_replayed_they_give_each_level_of_each_kind_of_group(
+def test_replayed_events_give_each_level_of_each_kind_of_group(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config.kv_events import KVEventsConfig

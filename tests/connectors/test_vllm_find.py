@@ -139,7 +139,7 @@ def cases(draw: st.DrawFn) -> tuple[VllmGroups, set[Block], int, int]:
 
 
 @given(cases())
-def test_it_is_the_longest_prefix_that_every_group_can_serve(
+def test_a_search_finds_the_longest_prefix_that_every_group_can_serve(
     case: tuple[VllmGroups, set[Block], int, int],
 ) -> None:
     groups, blocks, own, limit = case
@@ -183,7 +183,7 @@ def test_when_a_tier_does_not_deliver_the_prefix_is_shorter_and_complete(
     assert len(cache.matches) <= len(groups) + ROUNDS_MAX * partial
 
 
-def test_what_was_released_is_not_there() -> None:
+def test_a_released_search_holds_nothing() -> None:
     groups = VllmGroups([VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6)])
     cache = FakeCache({(g, block) for g in range(2) for block in range(8)})
     find = cache.find(groups, 0, 32)
@@ -194,7 +194,7 @@ def test_what_was_released_is_not_there() -> None:
     assert all(match.released for match in cache.matches)
 
 
-def test_only_what_is_read_is_fetched() -> None:
+def test_only_blocks_that_will_be_read_are_fetched() -> None:
     """A window reads a few blocks of a long prefix, and a state one."""
     groups = VllmGroups(
         [VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6), VllmGroup(2, "state", 4, 1)]
@@ -206,7 +206,7 @@ def test_only_what_is_read_is_fetched() -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])
-def test_a_model_without_full_attention(kind: Kind) -> None:
+def test_a_model_without_full_attention_is_served(kind: Kind) -> None:
     groups = VllmGroups([VllmGroup(0, kind, 4, 1, 6)])
     cache = FakeCache({(0, 5), (0, 4), (0, 9)})
     assert cache.answered(cache.find(groups, 0, 40)) == (40 if kind == "state" else 24)

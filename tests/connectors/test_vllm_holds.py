@@ -92,9 +92,7 @@ def steps(one: Simulation, count: int = 5) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("model", ["state", "states", "all"])
-def test_a_block_is_given_to_nobody_while_it_is_saved(
-    start: Start, model: str, overlap: bool
-) -> None:
+def test_a_block_is_not_reused_while_it_is_saved(start: Start, model: str, overlap: bool) -> None:
     one = start(model, overlap=overlap)
     served(one)
     other = one.add(prompt(2, WHOLE))
@@ -106,7 +104,7 @@ def test_a_block_is_given_to_nobody_while_it_is_saved(
     assert hits_of(one) == hits_of(one, seed=2) > 0
 
 
-def test_no_request_is_preempted_for_blocks_that_are_about_to_be_free(start: Start) -> None:
+def test_no_request_is_preempted_for_blocks_that_saves_will_soon_free(start: Start) -> None:
     one = start()
     running = one.add(prompt(2, 15), length=40)
     one.step()
@@ -147,7 +145,7 @@ def test_vllm_s_own_cache_can_be_emptied_while_blocks_are_saved(
     assert one.answers[first] == one.answers[f"r{one._count}"]
 
 
-def test_an_aborted_request_s_blocks_are_held_too(start: Start) -> None:
+def test_blocks_of_an_aborted_request_are_held_too(start: Start) -> None:
     one = start()
     held(one, True)
     first = one.add(prompt(1, WHOLE), length=9)
@@ -159,7 +157,9 @@ def test_an_aborted_request_s_blocks_are_held_too(start: Start) -> None:
     assert hits_of(one) > 0
 
 
-def test_what_cannot_be_held_is_not_stored(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_held_are_not_stored(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Holds, "take", lambda *_: None)
     one = start()
     served(one)
@@ -168,9 +168,7 @@ def test_what_cannot_be_held_is_not_stored(start: Start, monkeypatch: pytest.Mon
     assert hits_of(one) == 0  # nor is anything wrong read: each read is checked
 
 
-def test_a_step_that_cannot_be_made_holds_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_holds_no_blocks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its saves never begin, so none of them ends."""
     one = start()
     said: list[str] = []
@@ -193,7 +191,7 @@ def test_a_step_that_cannot_be_made_holds_nothing(
 
 
 @pytest.mark.parametrize(("model", "early"), [("state", False), ("full", True)])
-def test_nothing_is_held_where_the_fence_comes_in_time(
+def test_no_block_is_held_where_the_fence_comes_in_time(
     start: Start, model: str, early: bool
 ) -> None:
     one = start(model, early=early)

@@ -23,7 +23,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def test_a_load_goes_by_layer_where_nobody_is_held_up_by_it(
+def test_a_load_goes_by_layer_where_it_delays_no_other_request(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(HOST, load="layers")

@@ -93,7 +93,7 @@ def test_the_models_around_the_layers_are_found_drafts_included() -> None:
 
 
 @pytest.mark.slow
-def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
+def test_every_tensor_names_blocks_unless_the_configuration_implies_it(
     load: Callable[[Any], Loaded],
 ) -> None:
     model = Model()
@@ -115,9 +115,7 @@ def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", [8, 128, 129, 1000])
-def test_weights_that_are_packed_out_of_sight_count(
-    load: Callable[[Any], Loaded], inputs: int
-) -> None:
+def test_packed_weights_name_blocks(load: Callable[[Any], Loaded], inputs: int) -> None:
     model = Model(inputs=inputs)
     loaded = load(model)
     found = {loaded.fingerprint()}
@@ -144,7 +142,7 @@ def test_layers_made_for_adapters_have_the_same_names() -> None:
 
 
 @pytest.mark.slow
-def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) -> None:
+def test_every_write_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
     parameter = model.layers[0].norm.weight
@@ -178,7 +176,7 @@ def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) ->
     assert loaded.fingerprint() not in found
 
 
-def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
+def test_half_loaded_weights_have_no_name(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
     first = loaded.fingerprint()
@@ -195,7 +193,7 @@ def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_prefetched_count_where_they_stay(
+def test_prefetched_weights_are_read_where_they_stay(
     load: Callable[[Any], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers share a buffer on the device, and the parameters are that buffer."""
@@ -230,7 +228,7 @@ def test_weights_that_are_prefetched_count_where_they_stay(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_on_a_model() -> None:
+def test_watching_leaves_nothing_on_a_model() -> None:
     model = Model()
     loaded = Loaded(layers_of(model))
     assert "load_weights" in vars(model)

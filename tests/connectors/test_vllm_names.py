@@ -59,7 +59,7 @@ def fields_of(**changes: Any) -> dict[str, str]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_everything_that_changes_the_bytes_changes_the_name() -> None:
+def test_every_setting_that_changes_the_bytes_changes_the_name() -> None:
     plain = fields_of()
     assert fields_of() == plain
     rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "_name_or_path": "x"})
@@ -99,7 +99,7 @@ class Color(Enum):
     RED = 1
 
 
-def test_values_of_every_kind_are_written_alike_in_every_process(tmp_path: Path) -> None:
+def test_values_of_every_kind_have_the_same_text_in_every_process(tmp_path: Path) -> None:
     def text(value: Any) -> str:
         return vllm_fingerprint.settings(SimpleNamespace(part=SimpleNamespace(one=value)))[
             "part.one"
@@ -190,7 +190,7 @@ def test_files_that_cannot_change_kv_name_no_blocks(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", [*READERS, "config.json"])
-def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: str) -> None:
+def test_a_tokenizer_names_blocks_where_another_part_reads_it(folder: Path, reader: str) -> None:
     (folder / reader).write_text('{"vision_config": {}}')
     for name in [*COUNTING, reader, *TOKENIZER]:
         assert changed(folder, name) or name == reader == "config.json", name
@@ -199,13 +199,13 @@ def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: 
 
 
 @pytest.mark.parametrize("key", ["auto_map", "text_config", "audio_config", "mm_vision_tower"])
-def test_a_composite_models_tokenizer_counts(folder: Path, key: str) -> None:
+def test_a_composite_models_tokenizer_names_blocks(folder: Path, key: str) -> None:
     (folder / "config.json").write_text(json.dumps({key: {}}))
     assert changed(folder, "tokenizer.json")
 
 
 @needs_vllm
-def test_a_tokenizer_counts_where_vllm_reads_it(folder: Path) -> None:
+def test_a_tokenizer_names_blocks_where_vllm_reads_it(folder: Path) -> None:
     def named(**changes: Any) -> dict[str, str]:
         return fields_of(model_config__model=str(folder), **changes)
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_counts_where_vllm_reads_it(folder: Path) -> None:
 
 
 @needs_vllm
-def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
+def test_folders_of_model_tokenizer_draft_and_code_name_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def folder(name: str, file: str) -> str:
@@ -247,7 +247,9 @@ def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
 
 
 @needs_vllm
-def test_versions_and_plugins_count_on_every_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_plugins_name_blocks_on_every_platform(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = vllm_fingerprint.code_fields()
     assert {"vllm", "torch", "transformers", "plugins"} <= set(plain)
     version = metadata.version
@@ -267,7 +269,7 @@ def test_versions_and_plugins_count_on_every_platform(monkeypatch: pytest.Monkey
     assert vllm_fingerprint.code_fields()["plugins"] == "own-models 1"
 
 
-def test_the_kind_of_device_counts() -> None:
+def test_the_kind_of_device_names_blocks() -> None:
     vllm_config, _ = configs()
     pages = BlockPages.of({"l0": torch.zeros(5, 8)}, blocks=5)
     assert tensor_fields(vllm_config, {0: pages}, ["l0"])["device"] == "cpu"
@@ -306,7 +308,7 @@ def allowed() -> set[str]:
 
 @needs_vllm
 @pytest.mark.slow
-def test_each_engine_argument_names_the_blocks_or_stands_on_the_page(
+def test_each_engine_argument_names_the_blocks_or_is_listed_on_the_page(
     model: Path, tmp_path: Path
 ) -> None:
     found = named(model, tmp_path / "1", PYTHONHASHSEED="1")

@@ -105,7 +105,7 @@ def natives() -> Iterator[list[Native]]:
         native.tier.shutdown()
 
 
-def test_what_vllm_hands_down_comes_back_in_the_next_process(
+def test_blocks_handed_down_by_vllm_come_back_in_the_next_process(
     model: Path, tmp_path: Path, natives: list[Native]
 ) -> None:
     first = Native(model, tmp_path / "kv")
@@ -259,7 +259,7 @@ def test_the_policy_agrees_with_a_sorted_list(seed: int) -> None:
             free.append(block.chunk_id)
 
 
-def test_names_cover_what_vllm_tells_its_tiers(
+def test_names_cover_the_fields_that_vllm_gives_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm_native.tier import layout_of

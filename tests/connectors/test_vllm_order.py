@@ -178,7 +178,7 @@ def run_v1(order: list[str], monkeypatch: pytest.MonkeyPatch, *, tokens: int) ->
 @pytest.mark.parametrize(
     ("tokens", "written"), [(0, ["zero", "copy"]), (1, ["zero", "copy", "move states"])]
 )
-def test_model_runner_v2_v2(
+def test_model_runner_v2_writes_before_the_connector_can_fence(
     monkeypatch: pytest.MonkeyPatch, tokens: int, written: list[str]
 ) -> None:
     order: list[str] = []
@@ -217,7 +217,7 @@ def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> 
     assert not states.num_computed_tokens.mock_calls
 
 
-def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
+def test_the_runner_and_the_zeroing_of_blocks_are_read_from_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     found = {}
@@ -234,7 +234,7 @@ def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
 
 
 @pytest.mark.parametrize("load", ["sync", "layers"])
-def test_vllm_does_not_start_with_loads_that_it_would_recompute_wrongly(
+def test_vllm_refuses_loads_that_it_would_recompute_wrongly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: str
 ) -> None:
     """It refuses them with kvladder alone, and beside connectors with the engine's own policy."""
@@ -334,7 +334,7 @@ def worker() -> Iterator[Worker]:
     ],
     ids=["fence first", "writes first", "writes first, and the half is not told"],
 )
-def test_a_save_whose_block_was_overwritten_is_not_reported(
+def test_a_save_of_an_overwritten_block_is_not_reported(
     worker: Worker, early: bool, late: bool, reported: bool, right: bool
 ) -> None:
     worker.next_step(early=early, late=late)

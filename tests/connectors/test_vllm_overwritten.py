@@ -77,7 +77,7 @@ def test_another_connector_s_load_waits_for_a_save_of_its_blocks(engine: Engine,
     reads_right(engine)
 
 
-def test_a_save_whose_fence_failed_is_not_stored(
+def test_a_save_with_a_failed_fence_is_not_stored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: object) -> None:
@@ -109,7 +109,7 @@ def test_blocks_that_vllm_has_itself_are_not_waited_for(engine: Engine) -> None:
     ended(engine)
 
 
-def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
+def test_a_failed_step_fences_no_save_so_that_none_is_stored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = engine.half.build
@@ -132,7 +132,7 @@ def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
     reads_right(engine)
 
 
-def test_a_step_that_was_made_before_a_load_failed_it_waited_for_is_not_saved() -> None:
+def test_a_step_made_before_its_load_failed_is_not_saved() -> None:
     """vLLM schedules a step before it processes the output of the one before."""
     engine = Engine(STACK, load="sync")
     engine.add(list(range(16)), length=17)

@@ -20,7 +20,7 @@ with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
 pytestmark = pytest.mark.slow
 
 
-def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache() -> None:
+def test_a_request_waits_for_blocks_that_another_loads_into_vllms_own_cache() -> None:
     engine = Engine({"host": "1 MiB"})
     tokens = Random(1).choices(range(50), k=30)
     engine.add(tokens)

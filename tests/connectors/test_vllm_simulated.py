@@ -63,7 +63,7 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
+def test_computed_blocks_are_loaded(tmp_path: Path, model: str) -> None:
     one = Simulation(tmp_path, HOST, model, ranks=2)
     unit = max(tokens for _, tokens in one.groups)
     first = one.add(prompt(1, 64), length=20)
@@ -130,7 +130,7 @@ def windows_or_states(model: str) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("early", [False, True], ids=["fence first", "writes first"])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_ever_read_that_was_not_written(
+def test_no_request_reads_bytes_that_were_not_written(
     tmp_path: Path, model: str, source: str, seed: int, early: bool
 ) -> None:
     """Shared prefixes, preemption, aborts, resets, other weights, copies and tiers that fail.

@@ -65,7 +65,7 @@ def end(engine: Engine, request: Request) -> None:
         half.report(report)
 
 
-def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
+def test_hits_are_reported_by_their_source(engine: Engine) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as Source
 
     from kvladder.connectors.vllm.connector import KVLadderConnector
@@ -98,7 +98,7 @@ def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
     end(engine, request)
 
 
-def test_a_load_that_ends_early_is_told_as_far_as_it_goes(engine: Engine) -> None:
+def test_a_load_that_ends_early_is_reported_up_to_its_end(engine: Engine) -> None:
     engine.add(PROMPTS[0])
     engine.run()
     until(engine.half.connector.manager.idle)
