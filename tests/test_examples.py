@@ -23,7 +23,7 @@ TESTS = [path for path in EXAMPLES if path.name.startswith("test_")]
 SCRIPTS = [path for path in EXAMPLES if path not in TESTS]
 
 
-def test_there_are_examples():
+def test_examples_are_found():
     assert SCRIPTS
     assert TESTS
 

@@ -69,7 +69,7 @@ def unread(text: str, folder: Path) -> list[str]:
     return [name for name in files if order and f"`{name}`" not in order]
 
 
-def test_what_a_readme_names_exists():
+def test_every_name_in_a_readme_exists():
     assert PAGES or not (ROOT / "tiers").is_dir()
     wrong = {page: missing(page.read_text(encoding="utf-8"), page.parent) for page in PAGES}
     assert not [f"{page.relative_to(ROOT)}: {name}" for page in PAGES for name in wrong[page]]
@@ -92,7 +92,7 @@ def in_code(states: Mapping[Any, Sequence[Any]]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("title", STATES)
-def test_a_table_of_states_is_as_in_the_code(title: str):
+def test_a_table_of_states_matches_the_code(title: str):
     folder, states = STATES[title]
     for page in (page for page in PAGES if page.parent == ROOT / folder):
         assert following(page.read_text(encoding="utf-8"), title) == in_code(states)
@@ -132,7 +132,7 @@ def misplaced(rows: dict[str, tuple[bool, list[str]]]) -> list[str]:
     return wrong
 
 
-def test_the_table_of_states_is_as_the_code_has_them():
+def test_the_table_of_a_blocks_states_matches_the_code():
     pages = [page for page in PAGES if page.parent.name == "ladder"]
     assert bool(pages) == bool(PAGES)
     for page in pages:
@@ -156,7 +156,7 @@ def test_a_table_that_differs_from_the_states_is_found():
         assert wrong in misplaced(states(text.format(right.replace(a, b, 1))))
 
 
-def test_what_is_not_there_is_found():
+def test_missing_names_are_found():
     kit = ROOT / "tests" / "kit"
     text = "`source.py::Source.lines`, `tests/test_readmes.py::PAGES`, `kit/`, source.py."
     assert missing(text, kit) == ["kit/"]
