@@ -1,7 +1,7 @@
 """Every test runs with the shipped plugin, and leaves no claim, thread or file behind.
 
-Tasks are the plugin's to watch. Hypothesis runs as many examples as ``HYPOTHESIS_PROFILE`` says:
-``dev`` (the default), ``ci`` (more, the same each time) or ``night`` (many).
+The plugin watches the tasks. ``HYPOTHESIS_PROFILE`` sets the number of examples: ``dev`` (the
+default), ``ci`` (more, the same each time) or ``night`` (many).
 """
 
 from __future__ import annotations

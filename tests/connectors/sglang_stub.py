@@ -1,6 +1,6 @@
-"""As much of SGLang as the connector imports, where SGLang itself is not wanted.
+"""The part of SGLang that the connector imports, for tests without SGLang.
 
-``test_sglang_signatures.py`` compares it with the version that is pinned.
+``test_sglang_signatures.py`` compares it with the pinned version.
 """
 
 from __future__ import annotations

@@ -100,9 +100,7 @@ def test_the_last_token_of_a_prompt_is_always_computed(make: Make) -> None:
 
 @pytest.mark.parametrize("at_once", [7, 16, 48, 4096])
 @pytest.mark.parametrize("by_step", [False, True])
-def test_prompts_may_arrive_in_pieces_of_any_length(
-    make: Make, at_once: int, by_step: bool
-) -> None:
+def test_prompts_arrive_in_pieces_of_any_length(make: Make, at_once: int, by_step: bool) -> None:
     engine = make()
     assert engine.run(PROMPT, at_once=at_once, by_step=by_step).right
     engine.idle()
@@ -160,9 +158,7 @@ def test_requests_with_an_adapter_are_left_alone(make: Make) -> None:
         {"py_multimodal_data": {"image": 1}},
     ],
 )
-def test_requests_with_inputs_other_than_tokens_are_left_alone(
-    make: Make, more: dict[str, Any]
-) -> None:
+def test_requests_with_other_inputs_are_left_alone(make: Make, more: dict[str, Any]) -> None:
     engine = make()
     for _ in range(2):
         found = engine.run(PROMPT, **more)

@@ -1,4 +1,4 @@
-"""A pool over a tier whose copies end in any order, or fail: no wrong byte, no slot lost."""
+"""A pool over a tier with copies that end in any order, or fail: no wrong byte, no slot lost."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ T = TypeVar("T")
 SECTOR_BYTES = 512
 
 Mode = Literal["keep", "drop", "tear", "reorder", "zero", "misdirect"]
-"""What becomes of what was not synced when the power goes.
+"""The state of unsynced writes after a power loss.
 
-keep: all of it is on the disk, as after the mere death of the process. drop: none of it is.
-tear: some sectors of each write are. reorder: some writes are, whatever their order.
-zero: names are as they were, but files that were not synced are as at their last sync: new ones
-are empty. misdirect: all is there, but one write of each file went to another place in it.
+keep: all of them are on the disk, as after the mere death of the process. drop: none of them.
+tear: some sectors of each write. reorder: some writes, in any order. zero: names are kept, but
+unsynced files have the content of their last sync, and new ones are empty. misdirect: all writes
+are on the disk, but one write of each file went to another place in it.
 """
 MODES: tuple[Mode, ...] = ("keep", "drop", "tear", "reorder", "zero", "misdirect")
 

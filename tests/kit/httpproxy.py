@@ -37,11 +37,11 @@ class FaultyProxy(SlowNetwork):
     def __init__(self, port: int, *, delay_s: float) -> None:
         super().__init__(port)
         self.fault = ""
-        """What happens to each request from now on, one of ``FAULTS``, or nothing.
+        """The fault of each request from now on, one of ``FAULTS``, or none.
 
-        ``delay``: the response comes late. ``cut``: the connection breaks within the first body,
-        the request's or the response's. ``truncate``: half of that body is passed on as the whole.
-        ``500``: the proxy answers so, and the server hears nothing.
+        ``delay``: the response is late. ``cut``: the connection breaks within the first body, the
+        request's or the response's. ``truncate``: half of that body is passed on as the whole.
+        ``500``: the proxy gives this answer, and the server gets no request.
         """
         self.met = Counter[str]()
         """The number of requests with each fault."""

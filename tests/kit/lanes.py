@@ -111,11 +111,11 @@ class Lane(ABC):
     Parameters
     ----------
     folder:
-        The lane's own; it is made here.
+        The lane's own folder; it is created here.
     figures:
-        Where the lane adds what its trials show.
+        The figures to which the lane adds its results.
     turn:
-        Held while a trial is measured that no other lane may disturb.
+        A lock held while a trial is measured, which no other lane may disturb.
     """
 
     def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:

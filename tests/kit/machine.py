@@ -1,4 +1,4 @@
-"""A Hypothesis state machine over :class:`~tests.kit.world.World`: it shrinks what fails."""
+"""A Hypothesis state machine over :class:`~tests.kit.world.World`: it shrinks failing runs."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ NOTHING: frozenset[bytes] = frozenset()
 
 
 class Model:
-    """Everything that was ever saved and not removed since; whatever else may be forgotten.
+    """All blocks that were ever saved and not removed since; a cache may have forgotten them.
 
-    Each removal changes the bytes that later saves of the key write, so that what a transfer
-    brings back from before it is told apart.
+    Each removal changes the bytes that later saves of the key write. So blocks that a transfer
+    brings back from before the removal are recognized.
     """
 
     def __init__(self) -> None:

@@ -51,10 +51,10 @@ class Mooncake(ServerProcess):
     Parameters
     ----------
     memory:
-        Bytes that each node gives.
+        Bytes of memory of each node.
     lease:
-        For how long the master keeps what a client has looked up, as it is told: what takes longer
-        to read is refused.
+        The time for which the master keeps objects that a client has found: slower reads are
+        refused.
     """
 
     def __init__(

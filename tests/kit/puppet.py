@@ -19,7 +19,7 @@ class Puppet:
     Parameters
     ----------
     log:
-        Where what it writes to its standard error goes.
+        The file for its standard error.
     """
 
     def __init__(

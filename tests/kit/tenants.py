@@ -38,9 +38,9 @@ class Claims:
         self._users.clear()
 
     def end(self, manager: CacheManager, number: int) -> list[BlockKey] | None:
-        """End a session, and assert that nothing happens to what it does not own.
+        """End a session, and assert that other blocks stay.
 
-        Returns what it owned, None if it had no request.
+        Returns the blocks it owned, None if it had no request.
         """
         name = self.name(number)
         before = _worth(manager)

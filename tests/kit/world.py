@@ -37,9 +37,9 @@ DRAIN_S = 2000.0
 
 
 class World:
-    """A cache over fake tiers, an engine that uses it, and the model of what it may say.
+    """A cache over fake tiers, an engine that uses it, and the reference model of its answers.
 
-    Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
+    Every method is one step; ``check`` holds after each. ``trace`` lists the steps.
     """
 
     make_policy: Callable[[], EvictionPolicy] = staticmethod(PrioritizedLRU)

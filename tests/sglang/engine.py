@@ -234,9 +234,9 @@ class Engine:
 
 
 class Server(Engine):
-    """A server that was started by the command of docs/how-to/sglang.md, and is asked over HTTP.
+    """A server started by the command of docs/how-to/sglang.md, and used over HTTP.
 
-    What stands in capitals there is ``model``; behind it comes what a CPU needs, and ``more``.
+    ``model`` replaces the word in capitals; the arguments that a CPU needs and ``more`` follow.
     """
 
     def __init__(self, folder: Path, model: Path, **more: Any) -> None:  # no super: another way in

@@ -100,7 +100,7 @@ class TestThreeServers(Fabrics, TierTests):
         offers.arena.view(offers.blocks[space + ref.key][0])[0] ^= 1
 
 
-class TestWhoHasIt(Fabrics):
+class TestOwners(Fabrics):
     @pytest.fixture
     def capacity(self):
         return 32

@@ -24,9 +24,9 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "drafts": ("gemma3", 2, {"speculative_config": NGRAMS}),
     "experts": ("gpt_oss", 2, {}),
 }
-"""Kind of model, MiB of KV cache, so few that requests are preempted, and more for vLLM.
+"""The kind of model, MiB of KV cache (few, so that requests are preempted), and more settings.
 
-None with bfloat16, recurrent states or LoRA: what vLLM itself says then depends on the batch.
+None uses bfloat16, recurrent states or LoRA, with which vLLM's own answers depend on the batch.
 """
 REQUESTS_MIN = 60
 """The number of finished requests, however slow the machine is, before memory is compared."""
