@@ -184,7 +184,7 @@ class TierLane(Lane):
     async def ready(self) -> None:
         """Wait until a stored block is read back."""
         async with asyncio.timeout(PATIENCE_S):
-            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - there is no event
+            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.02)
 
     async def trial(self, case: Case, delay_s: float) -> None:
