@@ -115,7 +115,7 @@ def log_as_before() -> Iterator[None]:
 def nothing_is_left(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Fail a test that ends with a claim on a slot, a thread or an open file of its own."""
+    """Fail a test that leaves a claim on a slot, a thread or an open file."""
     if any(request.node.get_closest_marker(name) for name in OTHERS):
         yield
         return

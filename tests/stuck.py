@@ -28,7 +28,7 @@ Spent = dict[int, int]
 
 
 def below(*roots: int) -> set[int]:
-    """Processes and all that they started, as far as their parents live."""
+    """Return processes and their descendants, as far as the parents of these live."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended

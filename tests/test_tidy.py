@@ -288,7 +288,7 @@ MESSAGES = (
 
 
 def same_names(sources: Iterable[Source]) -> list[str]:
-    """List classes of one name that several files define, but for messages of protocols."""
+    """List classes of one name that several files define, except messages of protocols."""
     first: dict[str, str] = {}
     found = list[str]()
     for source in sources:

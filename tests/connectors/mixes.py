@@ -1,4 +1,4 @@
-"""vLLM's configurations of models with every mix of groups, for the simulation beside this."""
+"""vLLM's configurations of models with every mix of groups, for the simulation."""
 
 from __future__ import annotations
 

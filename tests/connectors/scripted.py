@@ -30,7 +30,7 @@ NULL = 0
 
 
 class Request:
-    """Like vLLM's, as far as the connector looks at it."""
+    """The part of vLLM's request that the connector reads."""
 
     def __init__(self, request_id: str, tokens: Sequence[int]) -> None:
         self.request_id = request_id
@@ -216,7 +216,7 @@ class Engine:
         entry.state, entry.resumed = "waiting", not entry.new
 
     def run(self, steps_max: int = 2000) -> None:
-        """Step until every request is over and everything is copied."""
+        """Step until every request has ended and all copies are done."""
         for _ in range(steps_max):
             if not self.entries and not self.half.busy:
                 return

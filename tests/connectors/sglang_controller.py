@@ -25,7 +25,7 @@ PAGE_BYTES = 2 * LAYERS * PAGE * HEADS * DIM * 2
 
 
 class Pool:
-    """A host pool: K and V of a page lie in two halves of one tensor."""
+    """A host pool: one tensor holds K and V of a page in its two halves."""
 
     page_size, dtype, layer_num, head_num, head_dim, v_head_dim = (
         PAGE, torch.bfloat16, LAYERS, HEADS, DIM, DIM,
@@ -145,7 +145,7 @@ class Controller:
             done.put(work())
 
     def begin(self, name: str, work: Callable[[], Any]) -> Queue[Any]:
-        """Have one of the threads do something; where its result comes."""
+        """Run a function in one of the threads; return the queue of its result."""
         done: Queue[Any] = Queue()
         self._queues[name].put((work, done))
         return done
@@ -186,7 +186,7 @@ class Controller:
         operation.completed = self.get(operation.hash_value, rows(0, pages))
 
     def get(self, keys: list[str], indices: torch.Tensor) -> int:
-        """Pages that come up, batch by batch."""
+        """Read pages, batch by batch."""
 
         def work() -> int:
             completed = 0
@@ -207,7 +207,7 @@ class Controller:
         return int(self._do("get", work))
 
     def backup(self, keys: list[str], indices: torch.Tensor | None = None) -> int:
-        """Pages that are stored; no batch is offered behind one with a False in it."""
+        """Store pages; no batch follows one with a False in its answer."""
         given = rows(0, len(keys)) if indices is None else indices
 
         def work() -> int:

@@ -186,7 +186,7 @@ class Core:
 
 
 class UnifiedRadixCache:
-    """The tree, as far as pages are handed from it to the storage."""
+    """The part of the tree that hands pages to the storage."""
 
     def __init__(self, params):
         self.params = params
@@ -199,7 +199,7 @@ class UnifiedRadixCache:
         self.tree_core.nodes.clear()
 
     def checkpoint_into_tree(self, req, *, up_to, **kwargs):
-        """A request's pages come in as a node of their own."""
+        """Insert a request's pages as a node of their own."""
         self.tree_core.nodes[req.rid] = (req.keys[:up_to], req.cache_salt)
         self._execute_and_commit_kv_backup(SimpleNamespace(node_ids=[req.rid]))
 

@@ -239,13 +239,13 @@ class Simulation:
             assert self.scheduler.reset_connector_cache()
 
     def reload(self, weights: int, *, noticed: bool) -> None:
-        """Others are in memory from now on; ``noticed`` by the worker halves."""
+        """Put other weights in memory; ``noticed`` by the worker halves."""
         self.weights = weights
         for rank in self.ranks:
             rank.models.load(b"%d" % weights, noticed=noticed)
 
     def run(self, steps_max: int = 3000) -> None:
-        """Step until every request is over and everything is copied."""
+        """Step until every request has ended and all copies are done."""
         for _ in range(steps_max):
             if not self.scheduler.has_requests() and not self._launched and not self.half.busy:
                 return

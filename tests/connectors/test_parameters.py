@@ -24,7 +24,7 @@ DTYPES = [
 
 @pytest.fixture(params=[on_host, on_device])
 def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Digest:
-    """Both ways, the second in pieces that end in the middle of a tensor."""
+    """Return the digest made in two ways, once in pieces that end inside a tensor."""
     monkeypatch.setattr(weights, "PIECE", 16)
     found: Digest = request.param
     return found

@@ -39,7 +39,7 @@ PATIENT = f"{PATIENCE_S} s"
 
 @pytest.fixture
 def hangs(tmp_path, monkeypatch):
-    """The file that has a level of the type ``hanging`` hang as long as it is there."""
+    """Return the file that, while it exists, makes a level of type ``hanging`` hang."""
     file = tmp_path / "hangs"
     monkeypatch.setenv("HANGS", str(file))
     return file
@@ -47,7 +47,7 @@ def hangs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A batch takes as long as it takes, on a busy machine too."""
+    """Wait for batches as long as they take, on a busy machine too."""
     ours = "kvladder.connectors.sglang"
     for name in (f"{ours}.storage.CALL_S", f"{ours}.node.FLUSH_S"):
         monkeypatch.setattr(name, PATIENCE_S)
@@ -205,7 +205,7 @@ def test_a_flipped_bit_is_a_miss_until_the_next_store_replaces_it(opened, tmp_pa
 
 @pytest.mark.slow
 def test_a_hanging_tier_blocks_no_thread_for_ever(opened, hangs):
-    """SGLang ends the engine if a thread does not come back when it flushes."""
+    """SGLang ends the engine if a thread does not return when it flushes."""
     one, _ = opened("hanging")
     keys = chain("a", 128)
     one.backup(keys)

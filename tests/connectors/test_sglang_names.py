@@ -126,7 +126,7 @@ def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tm
 
 @pytest.mark.slow
 def test_weights_in_memory_name_pages_and_not_the_files_beside_them(model):
-    """Files are replaced after the engine has read them; others lie beside those that it reads."""
+    """Files are replaced after the engine has read them, and other files are beside them."""
     first = fields(model)
     (model / "model.safetensors").write_bytes(b"Weights")
     (model / "model.pt").write_bytes(b"others")

@@ -81,7 +81,7 @@ def address(tmp_path):
 
 @pytest.fixture
 def rank(address):
-    """Starts a rank in a process of its own; ends those that a test has left."""
+    """Start ranks in processes of their own; end those that a test has left."""
     begun = []
 
     def start(script, verb=""):
@@ -149,7 +149,7 @@ def test_without_its_owner_a_rank_has_misses_and_no_wrong_pages(address, rank, c
         assert guest.arena.view(piece.slots[0])[0] == 1  # still mapped, without an owner
         with pytest.raises(StopIteration) as end:
             next(pieces)
-        assert end.value.value == 0  # since it may have become another page meanwhile
+        assert end.value.value == 0  # since it may be another page by now
         assert (read(guest), guest.reach(BATCH)) == (([], 0), 0)
         assert guest.holding(BATCH) == [False] * 6
         with pytest.raises(StopIteration) as end:

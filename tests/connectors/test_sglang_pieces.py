@@ -52,12 +52,12 @@ def opened():
 
 
 def read(manager, number, within_s=PATIENCE_S):
-    """The first byte of each page that comes, and how many count."""
+    """Return the first byte of each loaded page, and the number of pages that count."""
     found, pieces = [], fetch_pieces(manager, PageBatch(prompt(number), "", within_s, within_s))
     try:
         while True:
             found += [manager.arena.view(slot)[0] for slot in next(pieces).slots]
-            time.sleep(0)  # others may come between
+            time.sleep(0)  # other calls may run in between
     except StopIteration as end:
         return found, end.value
 

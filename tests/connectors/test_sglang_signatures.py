@@ -83,7 +83,7 @@ def class_of(place, name):
 
 
 def parameters(node):
-    """Names of the parameters, and whether one has to be given."""
+    """Return the names of the parameters, and whether each is required."""
     given = node.args
     several = [*given.posonlyargs, *given.args]
     required = len(several) - len(given.defaults)

@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny matrices are not worth waking others for."""
+    """Use one thread: tiny matrices do not need more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -134,7 +134,7 @@ def serve(pooled: PooledModel, prompts: Sequence[list[int]], **options: Any) -> 
 
 
 def rest(pooled: PooledModel) -> None:
-    """Until no copy is under way."""
+    """Wait until no copy is in flight."""
     while pooled.cache.port.busy:
         pooled.cache.wait(0.1)
         pooled.cache.poll()

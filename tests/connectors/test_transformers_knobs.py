@@ -227,7 +227,7 @@ def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch
     ("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.03), ("fp8", 0.15), ("float8_e5m2", 0.3)]
 )
 def test_the_cache_has_the_type_that_is_named(name: str, dtype: str, error: float) -> None:
-    """Off by so much of the spread of the logits, through the cache, host memory and back."""
+    """The error relative to the spread of the logits, through the cache, host memory and back."""
     model, prompts = make_model(name), prompts_of(1, shared=40)
     ids = torch.tensor([prompts[0]])
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The example engine gets on with every load that fits: it computes, or a copy is under way."""
+"""The example engine progresses with every load that fits: it computes, or a copy is in flight."""
 
 from __future__ import annotations
 

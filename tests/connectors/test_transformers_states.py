@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models on block pools: states come back at boundaries, tokens alike."""
+"""Recurrent and hybrid models on block pools: states return at boundaries, with the same tokens."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_with_the_old_weights_the_old_names_return(tmp_path: Path) -> None:
         fourth = serve(pooled, prompts)
         assert outputs(fourth) == outputs(second)
         assert all(job.cached >= 28 for job in fourth)
-    with opened(model, source) as pooled:  # it began with others: they never meet
+    with opened(model, source) as pooled:  # it began with other weights: they never mix
         [job, _] = serve(pooled, prompts)
         assert job.cached == 0
         assert job.output == second[0].output

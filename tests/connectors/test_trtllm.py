@@ -221,7 +221,7 @@ def test_a_flipped_byte_shortens_the_match(make: Make, tmp_path: Path) -> None:
 
 
 class Cold(MoodyTier):
-    """Never answers once it ``hangs``, but for one that ``recovers``."""
+    """Never answers once it ``hangs``, except a tier that ``recovers``."""
 
     hangs = recovers = False
 
@@ -269,7 +269,7 @@ def test_blocks_loaded_after_the_last_step_are_released(
     assert len(rising) == 1
     monkeypatch.setattr(Cold, "hangs", False)
     until(lambda: engine.manager.stats()["cold"]["loaded"] == 12)
-    if ends:  # and no step comes; whatever leaves claims on slots fails
+    if ends:  # and no step follows; a claim left on a slot fails the test
         engine.ranks[0].worker.close()
     else:  # before anything is promised to the next request
         engine.scheduler.get_num_new_matched_tokens(engine.request(OTHER[:8]), 0)
@@ -414,7 +414,7 @@ def test_requests_that_never_run_leave_nothing_pinned(make: Make) -> None:
 def test_nothing_is_promised_before_all_ranks_can_copy(stack: object) -> None:
     engine = Executor(ranks=2)
     quiet = engine.ranks[1].worker
-    quiet._met = True  # it never comes
+    quiet._met = True  # it never arrives
     assert engine.run(PROMPT).right
     assert not engine.run(PROMPT).saves
     assert engine.run(PROMPT).matched == 0

@@ -1,4 +1,4 @@
-"""Ranks of TensorRT-LLM that come late, and strangers at their socket."""
+"""Ranks of TensorRT-LLM that join late, and foreign clients at their socket."""
 
 from __future__ import annotations
 

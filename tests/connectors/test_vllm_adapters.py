@@ -192,7 +192,7 @@ def test_an_adapter_that_cannot_be_read_is_computed_without_a_cache(start: Start
         one.step()
     assert not one.answers, "it waits"
     rank.loras.failing = None
-    rank.loras._adapter_manager.lora_config.max_cpu_loras = 0  # nor is there room
+    rank.loras._adapter_manager.lora_config.max_cpu_loras = 0  # and there is no room
     one.step()
     rank.loras._adapter_manager.lora_config.max_cpu_loras = 2
     one.run()
@@ -286,9 +286,9 @@ def half(registered: None) -> Iterator[tuple[WorkerHalf, Loras, Attach]]:
 def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path, moment: str, by_layer: bool
 ) -> None:
-    """Model runner V1 reads adapters behind the first hook; the forward pass waits for the load.
+    """Model runner V1 reads adapters after the first hook; the forward pass waits for the load.
 
-    ``moment`` is the hook that is called next.
+    ``moment`` is the next hook.
     """
     worker, loras, attach = half
     server = Server(tmp_path, [loras])
@@ -421,9 +421,9 @@ def test_no_request_reads_bytes_of_another_adapter(
 
 
 def fitting(one: Simulation) -> list[str]:
-    """Adapters that there is room for beside those of requests that are not over.
+    """Return the adapters that fit beside those of unfinished requests.
 
-    vLLM's scheduler ends with an assertion where requests that run have more.
+    vLLM's scheduler fails an assertion if running requests have more.
     """
     used = {r.lora_request.lora_int_id for r in one.requests.values() if r.lora_request}
     served = one.server.served.items()

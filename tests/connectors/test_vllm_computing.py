@@ -150,7 +150,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(engine: Engine) -> None:
-    """Until every request is over, a whole prompt in a step."""
+    """Run until every request has ended, with a whole prompt in a step."""
     while engine.entries or engine.half.busy:
         engine.step(budget=2 * PROMPT)
 

@@ -57,7 +57,7 @@ class Heard:
             stored = type(event).__name__ == "BlockStored"
             if event.medium == "GPU":
                 whole = stored and len(event.token_ids) == event.block_size * len(names)
-                if whole:  # else it passes over blocks that a group has not kept
+                if whole:  # otherwise it skips blocks that a group has not kept
                     self.on_gpu.update(zip(names, self.told(event), strict=True))
                 continue
             level = self.levels["host" if event.ownership is None else event.ownership]
@@ -124,7 +124,7 @@ def test_replayed_events_give_each_level_of_each_kind_of_group(
     for _ in range(4):
         one.step()
     ladder = one.half.connector.manager.ladder
-    with ladder.lock:  # nothing is written behind the last step's back from here on
+    with ladder.lock:  # the last step writes nothing from here on
         heard.publish(type("Batch", (), {"events": one.connector.take_events()}))
         held = {name: set(index) for name, index in ladder.indexes.items()}
     assert heard.keys() == held

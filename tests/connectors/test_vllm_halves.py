@@ -233,7 +233,7 @@ def test_blocks_that_vllm_has_itself_are_not_fetched(engines: list[Engine]) -> N
     engine.half.arrived(request)
     assert engine.half._answers.pins == 2  # of seven blocks vLLM has five
     assert engine.half.ask(request, 20) == (8, True)
-    assert engine.half.ask(request, 0) == (28, True)  # it has lost them meanwhile
+    assert engine.half.ask(request, 0) == (28, True)  # it has lost them since
     assert engine.half.ask(request, 28) == (0, False)
     engine.half.finished(request)
 
@@ -253,7 +253,7 @@ def test_an_answer_is_dropped_when_vllms_own_blocks_change(
     assert half.ask(request, 8) == (20, True)
     with monkeypatch.context() as patch:
         patch.setattr(Find, "done", property(lambda _: False))
-        assert half.ask(request, 0) == (None, False)  # another search, which is under way
+        assert half.ask(request, 0) == (None, False)  # another search, still in progress
     assert half.ask(request, 8) == (20, True)
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36]], 20)
     (load,) = half._loads.values()

@@ -62,7 +62,7 @@ def held(one: Simulation, state: bool) -> None:
 
 
 def served(one: Simulation, *, tokens: int = WHOLE, seed: int = 1) -> str:
-    """A request that is over, and its saves are not."""
+    """Run a request to its end, with its saves still in flight."""
     held(one, True)
     request_id = one.add(prompt(seed, tokens))
     for _ in range(20):

@@ -41,7 +41,7 @@ def planner() -> Callable[..., Any]:
 
 
 def backend(name: str, sizes: Sequence[Any], *, latent: bool = False) -> Any:
-    """A back end, as far as planning looks at it."""
+    """The part of a back end that planning reads."""
     methods = {
         "get_name": staticmethod(lambda: name),
         "is_mla": classmethod(lambda cls: latent),

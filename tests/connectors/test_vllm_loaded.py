@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Attention layers somewhere below, and a checkpoint's way in."""
+    """A model with attention layers and a method to load a checkpoint."""
 
     def __init__(self, *, inputs: int = 8, shift: float = 0.0) -> None:
         super().__init__()

@@ -246,7 +246,7 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
                     "kvladder_tier_dropped",
                     "kvladder_tier_tenant",
                     "kvladder_tier_server",
-                    "kvladder_export",  # there while a cache is served to others
+                    "kvladder_export",  # present while a cache is exported
                 )
             )
     assert sent.data["kvladder_copied_bytes_total"]["offload"] > 0

@@ -280,7 +280,7 @@ def test_the_kind_of_device_names_blocks() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LLaVA, and beside it a link to it."""
+    """Return a tiny LLaVA and a link to it."""
     found = tmp_path_factory.mktemp("names") / "model"
     command = [sys.executable, str(HERE / "pictures.py"), str(found)]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)

@@ -348,4 +348,4 @@ def test_a_save_that_had_ended_before_its_block_was_overwritten_is_reported(
     assert worker.ended() == (True, True)
     worker.next_step(early=True, late=True)
     assert worker.half.report() is None
-    assert not worker.half._distrusted  # which would be there for good
+    assert not worker.half._distrusted  # it would stay for good

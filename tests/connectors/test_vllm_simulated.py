@@ -103,7 +103,7 @@ def test_an_engine_sleeps_and_finds_its_blocks_again(
 
 
 def disturb(one: Simulation, random: Random, *, weights: float = 0.05) -> None:
-    """Whatever may happen between two steps; ``weights`` is how often there are others."""
+    """Cause random events between two steps; ``weights`` is the chance of other weights."""
     for request_id in [*one.requests]:
         if random.random() < 0.02:
             one.abort(request_id)

@@ -53,7 +53,7 @@ def load(engine: Engine, request: Request, *, own: int) -> int:
 
 
 def end(engine: Engine, request: Request) -> None:
-    """The load is over, and the request gone."""
+    """End the load and the request."""
     half, worker = engine.half, engine.workers[0]
     half.finished(request)
     step = half.build(engine._output({}))

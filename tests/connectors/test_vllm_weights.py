@@ -215,7 +215,7 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
     assert engine.half.ask(request, 2 * TOKENS) == (0, False)
     assert engine.half._states["begun"].apart
     engine.half.finished(request)
-    for resumes in (False, True):  # vLLM asks behind whole blocks, and takes a part of one more
+    for resumes in (False, True):  # vLLM asks after whole blocks, and takes a part of one more
         request = Request("tail", PROMPT)
         engine.half.arrived(request)
         assert engine.half.ask(request, 0) == (0, False)
@@ -257,7 +257,7 @@ def test_unreadable_weights_have_no_name(start: Start, error: Exception, noticed
 
 
 def test_unreadable_weights_are_retried_seldom(start: Start) -> None:
-    """Each attempt takes as long as reading them; once they can be read the cache is used again."""
+    """Each attempt takes as long as a full read; the cache is used again once one succeeds."""
     engine = start(blocks=80)
     (models,) = engine.loaded_models
     assert loaded(engine) == 0

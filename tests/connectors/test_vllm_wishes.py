@@ -99,7 +99,7 @@ def turn(engine: Any, tokens: Any, **params: Any) -> int:
 
 
 def written(engine: Any) -> None:
-    """Nothing is on its way down any more."""
+    """Wait until no block is being written below."""
     until(engine.half.connector.manager.idle)
 
 
@@ -198,7 +198,7 @@ def test_blocks_of_a_sessions_next_request_are_prefetched() -> None:
     assert manager.lookup(keys).total == len(keys)
 
     def comes() -> bool:
-        turn(engine, range(500, 508), prefetch=["a"])  # other requests run meanwhile
+        turn(engine, range(500, 508), prefetch=["a"])  # other requests run in between
         return bool(manager.lookup(keys).host == len(keys))
 
     until(comes)

@@ -257,7 +257,7 @@ class Machine:
 
 
 def new_disk(seed: int = 0) -> FakeDisk:
-    """A disk on which strangers, and another namespace that takes half of the room, are at home."""
+    """Return a disk with foreign files, and another namespace that takes half of the room."""
     disk = FakeDisk(Path("/disk"), ROOT, ROOT / "0123456789abcdef", seed=seed)
     for path, content in STRANGERS.items():
         disk.put(path, content)

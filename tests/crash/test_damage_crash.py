@@ -50,7 +50,7 @@ def test_any_damaged_byte_costs_one_block_at_most(name: str, mask: int) -> None:
     machine = lived()
     disk, path = machine.disk, machine.home / name
     content = disk.content(path)
-    step = 1 if name == "META" else 7  # all bytes of a record, each of another one
+    step = 1 if name == "META" else 7  # all bytes of a record, each in another copy
     for byte in range(0, len(content.rstrip(b"\0")), step):
         disk.put(path, content)
         disk.flip(path, byte, mask)

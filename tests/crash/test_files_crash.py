@@ -81,7 +81,7 @@ def test_files_survive_one_failure_of_every_call(code: int, kind: type[Machine])
         sim_run(live(machine, tries=2))  # no call's failure is a wrong setting
         if code == errno.ENOSPC:
             found = zip(machine.failed, machine.errors, strict=True)
-            for call, error in found:  # whatever else is without room has failed
+            for call, error in found:  # all other calls without room have failed
                 assert isinstance(error, TierFull) == (call == "put"), (call, error)
                 assert error.temporary
         machine.errors.clear()

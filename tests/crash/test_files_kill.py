@@ -78,7 +78,7 @@ def say(*words: object) -> None:
 
 
 async def check(path: Path, promised: dict[int, int]) -> None:
-    """Everything that was stored and not about to be overwritten is there, right."""
+    """Check that all stored blocks that were not being overwritten are there and right."""
     arena = Arena.create(1, LAYOUT.slot_bytes)
     (slot,) = arena.lease(1) or []
     tier = await open_tier(path, arena)

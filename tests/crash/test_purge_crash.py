@@ -118,7 +118,7 @@ def test_a_purge_survives_a_power_loss_at_every_call(mode: Mode, salt: str | Non
     for number in count(1):
         machine = filled(seed=number)
         disk = machine.disk
-        if mode == "misdirect":  # a block that lies within another, whole one is not found
+        if mode == "misdirect":  # a block inside another, whole one is not found
             disk.crash("keep")
         cut = disk.cuts(number, partial(purge, disk, salt))
         disk.crash(mode)
@@ -135,7 +135,7 @@ def test_a_purge_survives_a_power_loss_at_every_call(mode: Mode, salt: str | Non
 
 
 async def reuse(machine: Machine) -> None:
-    """Places of the salt that is purged are taken by blocks of another one, and one by a third."""
+    """Store blocks of another salt at places of the purged one, and one block of a third salt."""
     tier, _ = await machine.open()
     await machine.remove(tier, *RED.items())
     await machine.put(tier, (12, 0), (13, 3))
@@ -159,7 +159,7 @@ async def erase(machine: Machine) -> None:
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_reuse_of_a_purged_salts_places_survives_a_power_loss(mode: Mode, *, runs: bool) -> None:
-    """The header of the new block may be there, and bytes of the old one still behind it."""
+    """The header of the new block may be there, followed by bytes of the old one."""
     for number in count(1):
         machine = filled(seed=number)
         disk = machine.disk

@@ -67,7 +67,7 @@ class Served:
         return msgspec.json.decode(answer.read_bytes())
 
     def kill(self) -> None:
-        """Kill the process; another one serves when this returns."""
+        """Kill the process; return once another one serves."""
         before = self.export.counts()["process"]
         os.kill(before, signal.SIGKILL)
         until(lambda: self.export.counts()["process"] not in {0, before})

@@ -118,7 +118,7 @@ def test_a_client_killed_during_a_put_leaves_no_grant_open(server: Server, tmp_p
 def test_the_first_writer_decides_the_bytes_unless_they_are_encrypted(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, taken: bytes
 ) -> None:
-    """A client of the same namespace makes others wrong, if it has the key of their codec."""
+    """A client of the same namespace can store wrong blocks if it has the codec's key."""
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     with Engine(server.level(codecs=[codec])) as victim:
         space, keys = bytes(victim.cache.namespace), victim.keys()

@@ -238,7 +238,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 key = redis.run("KEYS", "kvladder:far-ends:*")[0]
                 assert redis.run("HKEYS", key) == [b"a"]
 
-                # killed, and another one with its name and disk at another address
+                # killed, and a server with its name and disk at another address
                 until(lambda: one.stats()["files"]["blocks"] == BLOCKS)
                 one.kill()
                 (port,) = free_ports(1)
@@ -249,7 +249,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 until(lambda: engine.load() != [])
                 assert {*engine.load()} <= {"far", "host"}
 
-                # the list is gone for a while, and comes back empty
+                # the list is unavailable for a while, and then empty
                 redis.kill()
                 engine.forget()
                 until(lambda: engine.sees(1))
@@ -257,7 +257,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 with Found(roster, keys) as another:
                     until(lambda: another.sees(1))
 
-                # killed for good
+                # killed without a restart
                 one.kill()
                 assert redis.run("HLEN", key) == 1
                 public = read_keys(str(keys / "client.keys")).peers[0]

@@ -69,7 +69,7 @@ class Model:
         return self.cache.tensors[group]["kv"][slot, within]
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no work is in flight."""
         self.cache.poll()
         for _ in range(5000):
             if not self.cache.port.busy:

@@ -197,7 +197,7 @@ class Engine:
                     self.by_layer(group, chosen, blocks, self.random.choice([1e-4, 0.05]))
                 else:
                     self.load(group, chosen, blocks, sync=bool(way))
-        elif what == 2 and slots:  # others need the room
+        elif what == 2 and slots:  # other jobs need the room
             del self.stored[self.random.choice(slots)]
         elif what == 3:
             self.device.advance(self.random.choice([0.0, 5e-5, 1e-4, 0.01, 0.2]))

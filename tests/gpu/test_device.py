@@ -44,7 +44,7 @@ def stack(*below: dict[str, Any], slots: int = 16, **host: Any) -> dict[str, Any
 
 
 def files(path: Path, **options: Any) -> dict[str, Any]:
-    """Written through, so that nothing is under way that ``idle`` does not know of."""
+    """Return files that are written through, so that ``idle`` knows of all work in flight."""
     common = {"type": "files", "path": str(path), "capacity": "8 MiB", "segment": "4 MiB"}
     return {**common, "when": "commit", **options}
 
@@ -92,7 +92,7 @@ def test_one_device_finds_blocks_of_another_in_a_shared_store(tmp_path: Path) ->
             one.evict()
 
             def is_found() -> bool:
-                """The store's answer to one request is there for the next."""
+                """Return whether the store has the blocks: one request's answer serves the next."""
                 request = other.begin([*range(16), 99])
                 other.requests.release(request)
                 return request.cached == 16
@@ -575,7 +575,7 @@ def test_a_prefetch_loads_the_blocks_that_the_next_request_reads_and_lacks(
 
 
 def arrive(engine: Model) -> None:
-    """Until all that is prefetched has come."""
+    """Wait until all prefetched blocks have arrived."""
 
     def came() -> bool:
         engine.cache.poll()

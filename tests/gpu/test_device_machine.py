@@ -161,7 +161,7 @@ class DeviceMachine(RuleBasedStateMachine):
         return shake_128(part.root.key + words + images).digest(self.width(group))
 
     def width(self, group: int) -> int:
-        """Bytes of a token, or of a state, that fills the memory of a block with the others."""
+        """Return the bytes of a token, or of a state, that fill the memory of a block."""
         kind = self.groups[group]
         return LAYOUT.block_bytes // (1 if kind.kind == "state" else kind.block_tokens)
 

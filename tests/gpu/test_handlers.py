@@ -107,7 +107,7 @@ class TestUnpaged(HandlerTests):
 
 @dataclass(frozen=True, slots=True)
 class Memory(StateHandler):
-    """The matrix of one head of an xLSTM, and its normalizer beside it: of one's own."""
+    """A resource of an author's own: the matrix of one head of an xLSTM, with its normalizer."""
 
     name: str
     size: int

@@ -64,7 +64,7 @@ def test_the_kernel_compiles_without_its_device() -> None:
 
 
 def runs(offset: int, size: int) -> tuple[CopyRuns, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A batch of 40 runs, where they come from and go to, and to which rows."""
+    """Return a batch of 40 runs, their sources and targets, and the target rows."""
     stride = -(-(offset + size) // 8) * 8 + 8
     source = torch.randint(0, 256, (40, stride), dtype=torch.uint8)
     target = torch.zeros(40, stride, dtype=torch.uint8)

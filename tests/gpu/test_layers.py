@@ -35,7 +35,7 @@ class LayerBefore(OneLayer):
 
 
 class OverAtFirst(StreamCopier):
-    """A job is over when its first layer has come: its slots are others' too early."""
+    """A faulty copier: a job ends with its first layer, which frees its slots too early."""
 
     def _mark_end(self, launched: Any) -> None:
         super()._mark_end(launched)

@@ -1,4 +1,4 @@
-"""Integers of any kind are taken wherever a number is, and nothing else is."""
+"""Integers of any kind, and nothing else, are accepted wherever a number is."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.present) < 12)
     @rule(data=st.data(), priority=PRIORITIES)
     def arrive(self, data: st.DataObject, priority: int) -> None:
-        """A block comes to the device, held."""
+        """Add a held block to the device."""
         node = data.draw(st.sampled_from(sorted(set(self.nodes) - self.present)))
         above = data.draw(st.sampled_from([NOWHERE, *sorted(self.present)]))
         self.rows.parent[node] = above

@@ -199,9 +199,9 @@ def test_s7_a_prefix_is_the_longest_that_every_group_can_serve(
     [
         ((FULL, NEAR), (), 22, 22, 22),
         ((NEAR,), (), 23, 23, 23),
-        ((NEAR, FULL), ((0, 5),), 22, 20, 20),  # a window without a part of its own
+        ((NEAR, FULL), ((0, 5),), 22, 20, 20),  # a window without a part
         ((FULL, NEAR), ((0, 5),), 22, 20, 20),
-        ((FULL, NEAR), (), 10, 8, 10),  # a block that others follow is only copied
+        ((FULL, NEAR), (), 10, 8, 10),  # a block with followers is only copied
         ((FULL, NEAR), ((1, 1),), 10, 4, 4),  # and of no use without the one before it
         ((BROAD, NEAR), (), 22, 22, 22),
         ((BROAD, NEAR), ((1, 5),), 22, 20, 20),

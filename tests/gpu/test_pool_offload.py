@@ -20,7 +20,7 @@ ANY = OffloadRule(min_priority=0)
 
 
 def land(engine: Engine) -> None:
-    """Complete everything that is under way."""
+    """Complete all copies in flight."""
     while engine.host.flights:
         engine.host.complete(min(engine.host.flights))
 
@@ -58,7 +58,7 @@ def test_a_host_block_gets_a_device_copy_when_it_is_recomputed() -> None:
     engine.release(sequence)
     copied = len(engine.host.copied)
     engine.pool.evict(2)
-    assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other one
+    assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other block
 
 
 def test_a_part_of_a_block_below_is_claimed_under_its_own_salt() -> None:

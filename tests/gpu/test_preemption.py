@@ -59,7 +59,7 @@ def test_a_suspended_request_continues_where_it_was(
     assert suspended.copies_left == 0
     assert suspended.how == how
     assert all(pool.used == 0 for pool in engine.cache.pools)
-    if crowded:  # others take all of the device meanwhile, and nothing stays cached
+    if crowded:  # other requests take the whole device in between, and nothing stays cached
         engine.evict()
         engine.cache.reset()
         others = [pool.allocate(pool.blocks) for pool in engine.cache.pools]

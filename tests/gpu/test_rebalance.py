@@ -1,4 +1,4 @@
-"""Memory that goes from one pool to another while requests run: never a wrong byte, none lost."""
+"""Memory that moves between pools while requests run: never a wrong byte, none lost."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_pools_of_several_types_do_not_share() -> None:
     assert got.value.path == "gpu.rebalance"
 
 
-# ---- a region on its way
+# ---- a region being moved
 
 
 def test_cached_blocks_of_a_region_move_and_held_ones_stay() -> None:

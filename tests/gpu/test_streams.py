@@ -204,7 +204,7 @@ def test_a_load_waits_only_for_earlier_forward_passes(start: Start) -> None:
     engine.settle()
     begun_s = engine.device.time_s
     load = engine.load(0, [Slot(0)], [1], sync=False)
-    engine.forward(0.5, [], [(0, 2)])  # a long one, and a save behind it
+    engine.forward(0.5, [], [(0, 2)])  # a long one, and a save after it
     engine.save(0, [2], [Slot(1)])
     engine.copier.wait([load])
     assert engine.device.time_s - begun_s < 0.02
@@ -212,14 +212,14 @@ def test_a_load_waits_only_for_earlier_forward_passes(start: Start) -> None:
 
 
 class PageableIds(FakeDevice):
-    """Ids lie in ordinary memory."""
+    """A faulty copier: its ids are in ordinary memory."""
 
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64)
 
 
 class OneByOne(FakeDevice):
-    """Each block is a call of its own."""
+    """A faulty copier: each block is a call of its own."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         for at in range(len(batch.sizes)):

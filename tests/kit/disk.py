@@ -31,7 +31,7 @@ MODES: tuple[Mode, ...] = ("keep", "drop", "tear", "reorder", "zero", "misdirect
 
 
 class PowerCut(BaseException):
-    """The disk stopped working in the middle of a call; nothing in the process can handle it."""
+    """A power loss during a call: no code of the process can handle it."""
 
 
 class _Write(NamedTuple):
@@ -52,7 +52,7 @@ class _File:
 
 
 class _Change(NamedTuple):
-    """A change of names that was not synced; without a file, the name goes."""
+    """An unsynced change of names; without a file, the name is deleted."""
 
     path: str
     node: _File | None
@@ -118,7 +118,7 @@ class FakeDisk(Disk):
     # ---- faults
 
     def cuts(self, number: int, work: Callable[[], object]) -> bool:
-        """Do ``work`` while the power goes at the ``number``-th call; whether it got that far."""
+        """Run ``work`` with a power loss at call ``number``; return whether it got that far."""
         self.crash_at = self.calls + number
         try:
             work()
@@ -215,7 +215,7 @@ class FakeDisk(Disk):
         return len(self._fds)
 
     def _call(self, name: str, path: str) -> bool:
-        """Count a call and fail it if it is its turn; whether the power goes in the middle."""
+        """Count a call, fail it in its turn; return whether the power is lost during it."""
         if not self._on:
             raise PowerCut
         self.calls += 1
@@ -415,7 +415,7 @@ class InlinePool(BlockingPool):
         self.closed = False
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
-        await asyncio.sleep(0)  # others may run, or cancel, before and after
+        await asyncio.sleep(0)  # other tasks may run, or cancel, before and after
         try:
             results = [call() for call in calls]
         except PowerCut:

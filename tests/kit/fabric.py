@@ -78,7 +78,7 @@ class FakePlane:
 
 @dataclass
 class FakeWrite:
-    """A write that is under way."""
+    """A write in flight."""
 
     near: FakePlane
     far: FakePlane
@@ -181,7 +181,7 @@ class FakeOffers:
         self.forget({self._name(session, key) for key in keys})
 
     def forget(self, names: set[bytes]) -> int:
-        """Forget blocks, those of them that are there."""
+        """Forget those of the blocks that are stored."""
         gone = [self.blocks.pop(name)[0] for name in names if name in self.blocks]
         self.arena.release(gone)
         return len(gone)
@@ -220,7 +220,7 @@ class FakeControl:
     is_open: bool = True
 
     def send(self, data: bytes) -> None:
-        """Frames come to the far end one after the other, each as it is mangled."""
+        """Send frames to the far end one after the other, each after the test's change."""
         if self.is_open and not self.fabric.is_cut:
             for piece in self.fabric.to_far(data):
                 self.fabric.later(self.fabric.exporter.take, self.ident, piece)

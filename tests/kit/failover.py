@@ -1,4 +1,4 @@
-"""Caches that are used while the far ends of their level fail, take over and come back."""
+"""Caches in use while the far ends of their level fail, fail over and come back."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class CacheLane(Lane):
         return Users(cache, self.level, self.blocks, number, pause_s=self.pause_s)
 
     def _use(self, cache: CacheManager) -> None:
-        """Have users come, and leave when they are served."""
+        """Let users begin, and end once they are served."""
         with self._users(cache) as users:
             users.served_s(0.0)
 
@@ -223,7 +223,7 @@ def _unowned(cache: CacheManager) -> int:
 
 
 def stop(server: Any, for_s: float) -> None:
-    """Stop a server for so long."""
+    """Stop a server for this time."""
     server.pause()
     time.sleep(for_s)
     server.resume()
@@ -287,7 +287,7 @@ class SentinelLane(CacheLane):
 
         until(has_changed, every_s=0.02)
         over_s = time.monotonic()
-        primary.resume()  # and holds itself for a primary, until it hears of the other one
+        primary.resume()  # and treats itself as the primary until it learns of the other one
         return over_s
 
     def repair(self) -> None:
@@ -398,7 +398,7 @@ class ClusterLane(CacheLane):
         return random.choice(pairs)
 
     def _has_moved(self) -> bool:
-        """Move slots; return False if a primary was replaced meanwhile, which refuses its part."""
+        """Move slots; return False if a primary was replaced since and refuses its part."""
         primaries = self.primaries()
         random.shuffle(primaries)
         try:

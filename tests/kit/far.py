@@ -90,7 +90,7 @@ class Inside:
             fetch.release()
 
     async def store(self, namespace: bytes, key: bytes, label: bytes, data: bytes) -> None:
-        """Have this lie there for a block."""
+        """Store these bytes in place of a block."""
         name = self._name(namespace, key)
         self._manager.remove([name])
         saving = self._manager.save([name])

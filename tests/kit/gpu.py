@@ -140,7 +140,7 @@ class FakeDevice(Device):
             self._run(self.time_s + 1.0)
 
     def work_in_background(self) -> None:
-        """Let the threads in the background do all that they have to."""
+        """Let the background threads finish their work."""
         while self._background:
             self.step_background()
 

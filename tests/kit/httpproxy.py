@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 
 class FaultyProxy(SlowNetwork):
-    """Stands between clients and an HTTP server on loopback; an async context manager."""
+    """A proxy between clients and an HTTP server on loopback; an async context manager."""
 
     def __init__(self, port: int, *, delay_s: float) -> None:
         super().__init__(port)

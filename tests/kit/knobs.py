@@ -99,7 +99,7 @@ class Knobs:
         return {max(PRIORITY_DEFAULT, v.rule.min_priority) for v in self.levels if v.shared}
 
     def of(self, kind: Kind) -> Knobs:
-        """The same with codecs at each level, or with the coldest on a tier that others use too."""
+        """Return the same with codecs at each level, or with the coldest level on a shared tier."""
         levels = list(self.levels)
         if kind == "unruly":  # codecs check answers, too
             levels = [replace(level, coded=number > 0) for number, level in enumerate(levels)]
@@ -114,7 +114,7 @@ class Knobs:
 
     @classmethod
     def draw(cls, random: Random) -> Knobs:
-        """A cache drawn at random, extremes more often than they would come up by themselves."""
+        """Draw the settings of a cache at random, extremes more often than by chance."""
         slots = random.choice((1, 2, 3, 5, 8, 16))
         return cls(
             slots=slots,

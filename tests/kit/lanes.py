@@ -133,7 +133,7 @@ class Lane(ABC):
 
     @abstractmethod
     async def trial(self, case: Case, delay_s: float) -> None:
-        """Have a fault happen so long after something began."""
+        """Cause a fault this time after an operation began."""
 
     @abstractmethod
     async def recover(self, case: Case) -> None:

@@ -73,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(session=st.integers(0, 2))
     def end_session(self, session: int) -> None:
-        """The user of a session has gone."""
+        """End a session."""
         self.world.end_session(session)
 
     @rule(seconds=SECONDS)
@@ -85,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def cancel(self, number: int) -> None:
-        """A running request goes away."""
+        """Cancel a running request."""
         self.world.cancel(number)
 
     @rule(number=NUMBERS)
@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        """Everything gets well, comes to rest and is closed; nothing may be left."""
+        """Repair all tiers, let all work end, and close; assert that nothing is left."""
         if hasattr(self, "world"):
             try:
                 if sys.exc_info()[0] is None:

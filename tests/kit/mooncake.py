@@ -35,7 +35,7 @@ class Client(Puppet):
 
 
 def main() -> None:
-    """Be such a process."""
+    """Run such a process."""
     host, memory, master = sys.argv[1:]
     store = import_module("mooncake.store").MooncakeDistributedStore()
     code = store.setup(host, "P2PHANDSHAKE", int(memory), 16 << 20, "tcp", "", master)

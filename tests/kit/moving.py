@@ -69,7 +69,7 @@ class Stalls:
 
 
 class Mover:
-    """A tier in a process of its own, over an arena with blocks to move."""
+    """An isolated tier over an arena with blocks to move."""
 
     def __init__(self, tier: IsolatedTier, space: str) -> None:
         self.tier = tier
@@ -166,7 +166,7 @@ class TierLane(Lane):
 
     @abstractmethod
     def victim(self, name: str) -> int:
-        """A process that is there."""
+        """Return a running process."""
 
     @abstractmethod
     def after(self, case: Case) -> None:
@@ -218,7 +218,7 @@ class TierLane(Lane):
         worst.stall_s = max(worst.stall_s, stalls.longest_s)
 
     async def recover(self, case: Case) -> None:
-        """Have it work again; meanwhile nothing may land in the slots of before."""
+        """Make it work again; nothing may be written to the earlier slots in between."""
         await asyncio.to_thread(self.after, case)
         await self.ready()
         await asyncio.to_thread(self.check)

@@ -39,7 +39,7 @@ class Puppet:
         self.ready = self._answer()
 
     def __call__(self, call: str, *arguments: Any) -> Any:
-        """Have it do something; bytes go in and come out as such."""
+        """Execute a command; bytes are passed and returned as such."""
         assert self.process.stdin is not None
         print(line(call, *arguments), file=self.process.stdin, flush=True)
         return self._answer()

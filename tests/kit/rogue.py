@@ -1,4 +1,4 @@
-"""A client of an exporter that has the right keys and keeps to no rule, in a process of its own."""
+"""A client of an exporter with valid keys that breaks every rule, in a process of its own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rogue:
 
 
 class Wide(NixlPlane):
-    """Writes whole slots, where others write blocks."""
+    """Writes whole slots where honest clients write blocks."""
 
     def join(self, metadata: bytes, area: Area, block_bytes: int) -> None:
         super().join(metadata, area, min(area.slot_bytes, SLOT_BYTES))

@@ -104,7 +104,7 @@ class Server:
         self.process.communicate()
 
     def again(self) -> None:
-        """Start another one at the same address."""
+        """Start another server at the same address."""
         self.stack["export"]["listen"] = self.address
         self._start()
 

@@ -209,7 +209,7 @@ async def test_a_store_outlives_its_tier_and_a_copy_outlives_a_crash(
         await other.aclose()
 
 
-# ---- rules that a level has to keep
+# ---- rules that a level must keep
 
 
 async def test_a_slot_without_a_claim_is_noted(

@@ -41,7 +41,7 @@ def stored(cache: CacheManager, wanted: Sequence[BlockKey], salt: str = "") -> N
 
 
 def forgotten(cache: CacheManager, wanted: Sequence[BlockKey]) -> None:
-    """Have the host level forget blocks, so that they have to come from below."""
+    """Make the host level forget blocks, so that the next load comes from below."""
     with cache._stack.lock:
         cache._stack.host.remove(wanted)
 
@@ -108,7 +108,7 @@ class Traffic(ABC):
             self._failures.append(error)
 
     def more(self) -> None:
-        """Wait until blocks come again."""
+        """Wait until blocks are loaded again."""
         before = self.loaded
 
         def are_more() -> bool:

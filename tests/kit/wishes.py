@@ -88,7 +88,7 @@ class Purge:
         self._steps: Iterator[dict[str, int]] | None = None
 
     def begin(self, manager: CacheManager) -> None:
-        """Begin, unless one is under way."""
+        """Begin a purge, unless one is in progress."""
         if self._steps is None:
             self._steps = manager.purge(SALT)
 

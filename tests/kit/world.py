@@ -204,7 +204,7 @@ class World:
         assert wishes.load is None or set(fetch.sources) <= set(wishes.load), "another was read"
         for key, slot in zip(request.keys, fetch.slots, strict=False):
             if slot == NO_SLOT and isinstance(fetch, SetFetch):
-                continue  # it did not come
+                continue  # it did not arrive
             data = self._bytes(slot)
             right = request.expected.get(key, NOTHING) | self.model.may_be(key)
             assert data in right, f"request {request.name} got wrong bytes from {fetch.sources}"
@@ -255,19 +255,19 @@ class World:
         request.fetch.release()
         self.requests.remove(request)
         if request.session is not None and not isinstance(request.fetch, SetFetch):
-            with suppress(ValueError):  # another request has ended it meanwhile
+            with suppress(ValueError):  # another request has ended it since
                 self.manager.sessions.use(request.session, [request.keys])
                 self.claims.met(request.session, request.keys)
 
     def end_session(self, number: int) -> None:
-        """The user of a session has gone."""
+        """End a session."""
         ended = self.claims.end(self.manager, number)
         for key in ended or ():
             self.model.floors.setdefault(key, set()).add(PRIORITY_MIN)
         self.note(f"end session {number}: {None if ended is None else len(ended)} blocks")
 
     def cancel(self, number: int) -> None:
-        """A running request goes away, wherever it is."""
+        """Cancel a running request in any state."""
         if self.requests:
             request = self.requests.pop(number % len(self.requests))
             self.note(f"cancel {request.name}")
@@ -283,7 +283,7 @@ class World:
                 self.note(f"forget {request.name}")
                 if request.save is not None:
                     request.save.abort()
-                if not any(tier.shared for tier in self.tiers):  # others may find them good
+                if not any(tier.shared for tier in self.tiers):  # others may find them usable
                     self._removed(request.keys[: request.fetch.blocks])
                 request.fetch.forget()
                 self.requests.remove(request)
@@ -327,7 +327,7 @@ class World:
     # ---- time and tiers
 
     def advance(self, seconds: float) -> None:
-        """Time goes by; 0 is one turn of the loop."""
+        """Advance time; 0 is one turn of the loop."""
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def trouble(self, level: int, kind: int) -> None:
@@ -366,7 +366,7 @@ class World:
                 tier.others_put(self.model.put_by_others(self.prompt(number, length)))
 
     def reopen(self, *, crash: bool) -> None:
-        """The process ends, well or not, and another one begins."""
+        """End the process, cleanly or not, and begin another one."""
         if crash:
             self._end_finalizers()
         for request in self.requests:
@@ -435,7 +435,7 @@ class World:
                 self.loop.close()
 
     def end(self) -> None:
-        """Everything gets well and comes to rest; then nothing may be left, or lost on the way."""
+        """Repair all tiers and let all work end; assert that nothing is left or lost."""
         for tier in self.tiers:
             tier.heal()
         while self.requests:

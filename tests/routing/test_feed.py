@@ -277,7 +277,7 @@ async def test_malformed_frames_are_ignored(frames: list[bytes]) -> None:
         await engine.tell(stored(1))
         await until(lambda: held(index, 1))
         await engine.pub.send_multipart(frames)
-        if END not in frames:  # which ends a replay, whatever comes then
+        if END not in frames:  # it ends a replay in any case
             engine.answer_first = [b"", *frames]
         await engine.tell(stored(2), lost=True)
         await engine.tell(stored(3))
@@ -297,7 +297,7 @@ async def test_a_message_that_is_too_large_costs_this_engine_its_blocks() -> Non
         await engine.tell(stored(1))
         await until(lambda: held(index, 1))
         await engine.tell(stored(2, token_ids=[2, 0] * 10_000))
-        await until(lambda: engine.asked == 2 and feed.connected.is_set())  # it was let go of
+        await until(lambda: engine.asked == 2 and feed.connected.is_set())  # it was dropped
         await engine.tell(stored(3))
         await until(lambda: held(index, 3))
         assert held(index, 2) == []

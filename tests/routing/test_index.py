@@ -197,7 +197,7 @@ def test_inconsistent_blocks_are_refused(told: dict[str, Any], said: str) -> Non
 
 def test_one_engine_cannot_exhaust_the_room_of_the_others() -> None:
     index = Index(blocks_max=20)
-    for number in range(10):  # beside the levels that are known
+    for number in range(10):  # in addition to the known levels
         index.stored("a", f"level {number}", [1])
     with pytest.raises(ValueError, match="one more: a has 16 levels"):
         index.stored("a", "one more", [1])

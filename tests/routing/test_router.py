@@ -1,4 +1,4 @@
-"""The example's router and engines that come and go."""
+"""The example's router, with engines that appear and disappear."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Driver:
     async def _one(
         self, first: int, tokens: int, new: int = 8, more: int = 0, **options: Any
     ) -> dict[str, Any]:
-        """Answer a prompt; ``more`` tokens of another one follow it."""
+        """Answer a prompt; ``more`` tokens of another prompt follow it."""
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         asked = prompt(first, tokens) + prompt(first + 1000, more)
         return answer(
@@ -94,7 +94,7 @@ class Driver:
     def attach(
         self, extra: dict[str, Any], policy: str | None = None, backend: str = "dynamic"
     ) -> str:
-        """Have another storage; empty if that worked, else why not. ``policy`` is of writes."""
+        """Attach another storage; return the error, if any. ``policy`` is that of writes."""
         attach = self._engine.tokenizer_manager.attach_hicache_storage
         return self._patiently(
             lambda: attach(

@@ -120,7 +120,7 @@ def prepare(folder: Path) -> None:
 
 
 def remove_abandoned(compiled: Path) -> None:
-    """Remove PyTorch's locks of processes that were killed: all others would wait for ever."""
+    """Remove PyTorch's locks of killed processes: all others would wait for ever."""
     abandoned = {lock.resolve() for lock in compiled.glob("*/lock")}
     for file in Path("/proc").glob("[0-9]*/fd/*") if abandoned else ():
         with suppress(OSError):  # it has ended, or its id belongs to another process
@@ -147,7 +147,7 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """One engine and its processes; ``folder`` is where its log and its sockets lie."""
+    """One engine and its processes; ``folder`` holds its log and its sockets."""
 
     def __init__(self, folder: Path, model: Path, extra: dict[str, Any], **settings: Any) -> None:
         self.folder = folder

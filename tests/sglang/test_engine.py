@@ -55,13 +55,13 @@ def stack(
 
 
 def served(engine: Engine, first: int, tokens: int, like: Answer, **options: Any) -> None:
-    """A prompt is answered as before, and all of it that can be comes from kvladder."""
+    """Check that a prompt's answer is as before, with all possible tokens from kvladder."""
     found = engine.again(first, tokens, **options)
     assert (found.ids, found.storage) == (like.ids, whole(tokens))
 
 
 def in_the_end(engine: Engine, like: Answer) -> None:
-    """All of the long prompt comes from kvladder again, after some time."""
+    """Wait until all of the long prompt comes from kvladder again."""
 
     def comes() -> bool:
         found = engine.again(1, LONG)
@@ -72,7 +72,7 @@ def in_the_end(engine: Engine, like: Answer) -> None:
 
 
 def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
-    """Whole prompts come back, by the rules of priorities and salts."""
+    """Check that whole prompts come back, by the rules of priorities and salts."""
     long = engine.generate(1, LONG)
     assert long.cached == 0
     engine.stored("nvme", 23)
@@ -107,7 +107,7 @@ def many_at_once(engine: Engine, long: Answer) -> None:
     assert [one.ids for one in found[::2]] == [long.ids] * 2
     assert found[1].ids == found[3].ids
     assert all(one.cached >= whole(LONG) for one in found)
-    for after_s in (0.0, 0.05, 0.3):  # in the queue, while its pages come, while it answers
+    for after_s in (0.0, 0.05, 0.3):  # in the queue, during its loads, and during its answer
         assert engine.do("abort", after_s=after_s, first=7, tokens=2000, new=1000) == "abort"
         engine.do("flush")
         assert engine.do("abort", after_s=after_s, first=1, tokens=LONG, new=1000) == "abort"
@@ -253,7 +253,7 @@ def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
 
 
 def other_weights(engine: Engine, model: Path, other: Answer) -> None:
-    """Pages are those of the weights in memory, whichever way these have come there."""
+    """Pages are named by the weights in memory, however these were loaded."""
     assert engine.do("update", path=str(model)) == ""
     found = engine.generate(1, LONG)
     assert (found.cached, found.ids) == (0, other.ids)

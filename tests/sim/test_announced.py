@@ -71,7 +71,7 @@ class AnnouncedWorld(World):
         self.chance = Random(self._seed)
 
     def _replay(self) -> None:
-        if self.chance.random() < 0.02:  # all is cleared, and some take it to be about others
+        if self.chance.random() < 0.02:  # announce all again; only some listeners clear
             self.listener.announcer.repeat()
             self.listener.repeated = True
             if self._seed % 2:

@@ -199,7 +199,7 @@ async def test_without_its_key_an_encrypted_block_is_a_miss(
 async def test_wrong_bytes_with_a_valid_label_pass_unless_encrypted(
     *, encrypted: bool, checks: bool, forged: int
 ) -> None:
-    """A program that can write to a medium can make such a label: it needs no secret."""
+    """A program with write access to a medium can make such a label: it needs no secret."""
     tier = FakeTier(checks=checks)
     codec = AesGcmCodec() if encrypted else ChecksumCodec()
     cache = await SimCache.open(level(tier, codec), slots=2)

@@ -45,7 +45,7 @@ async def test_a_long_prompt_saved_at_once_equals_one_saved_block_by_block(
         assert len(one.slots) == 1
         late = cache.manager.save(other)
         cache.manager.remove(other[:1])
-        late.commit()  # its first block was removed meanwhile
+        late.commit()  # its first block was removed in between
         one.abort()
         cache.manager.check()
         await cache.settle()

@@ -39,7 +39,7 @@ async def test_an_abandoned_removal_never_overlaps_a_write_of_its_block() -> Non
         cache.save(keys)
         await cache.settle()
         cache.manager.remove(keys)
-        cache.save(keys)  # while the removal is under way
+        cache.save(keys)  # while the removal is in progress
         await asyncio.sleep(10.0)
         cache.manager.remove(keys)
         cache.save(keys)  # while it is abandoned

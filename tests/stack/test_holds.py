@@ -249,7 +249,7 @@ async def test_removals_hold_the_lock_briefly(meter: Meter) -> None:
     coming = keys_of("under way", BLOCKS)
     for forget in (cache.manager.clear, cache.manager.reset):
         saved(cache, keys_of("all", BLOCKS))
-        await asyncio.sleep(0)  # so that some of them are on their way down
+        await asyncio.sleep(0)  # so that some of them are being written below
         under_way = cache.manager.save(coming)
         meter.check("saving again")
         forget()

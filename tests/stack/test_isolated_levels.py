@@ -72,7 +72,7 @@ def comes_back(cache, number):
     """Return whether the level below host stores blocks and serves them once host has lost them."""
     save(cache, keys(number))
     cache.flush(timeout_s=PATIENCE_S)
-    save(cache, keys(number + 1000, blocks=SLOTS))  # host has room for nothing else
+    save(cache, keys(number + 1000, blocks=SLOTS))  # host has no room for anything else
     sources: list[str] = []
     return load(cache, keys(number), sources) == 8 and "host" not in sources
 

@@ -342,7 +342,7 @@ async def test_a_tier_with_hanging_threads_delays_no_other_level() -> None:
 
 
 def test_closing_ends_within_the_promised_time() -> None:
-    """Behind the flush: the levels, and then whatever is deaf on the loop."""
+    """After the flush the levels are closed, and then tasks that ignore cancellation."""
     deaf_s: float = signature(Runtime.close).parameters["timeout_s"].default
     assert manager.CLOSE_TIMEOUT_S >= CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S
     assert manager.CLOSE_TIMEOUT_S + deaf_s <= 10

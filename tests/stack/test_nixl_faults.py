@@ -60,7 +60,7 @@ def recover(cache, number):
         save(cache, again)
         cache.flush(timeout_s=10)
         for other in range(3):
-            save(cache, keys(10**6 + other, BLOCKS))  # host has room for nothing else
+            save(cache, keys(10**6 + other, BLOCKS))  # host has no room for anything else
         return load(cache, again) == BLOCKS
 
     until(comes_back)
@@ -88,7 +88,7 @@ def test_a_death_in_mid_transfer_costs_only_misses(tmp_path):
                     signal.pidfd_send_signal(fd, sent)
 
             if random.random() < 0.5:
-                save(cache, keys(first + 50, BLOCKS))  # a put is under way, and the get finds it so
+                save(cache, keys(first + 50, BLOCKS))  # the get runs while a put is in flight
                 strike()
             load(cache, keys(first, BLOCKS), strike=strike)
             load(cache, keys(first, BLOCKS))

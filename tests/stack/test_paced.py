@@ -1,4 +1,4 @@
-"""Batches larger than the arena, which go piece by piece, and in turn with others."""
+"""Batches larger than the arena: they are processed in pieces, in turn with others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = SimCache.keys(*range(100, 130))
 
 
 class Still:
-    """A clock on which no time goes by."""
+    """A clock that stands still."""
 
     def now(self) -> float:
         return 0.0

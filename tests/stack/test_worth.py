@@ -62,7 +62,7 @@ class Paced(FakeTier):
 
 
 class PacedShared(Paced, SharedFakeTier):
-    """One that others have filled."""
+    """A paced shared tier, filled by others."""
 
 
 class Engine:
@@ -195,7 +195,7 @@ async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> N
     reads = tier.batches("get")
     assert engine.hits == 0
     assert sum(reads[-2:]) <= 2 * TRIAL_BLOCKS, "trials are small"
-    await asyncio.sleep(3600)  # so that nothing is under way
+    await asyncio.sleep(3600)  # so that no work is in flight
     tier.block_s = 0.0001
     served: list[int] = []
     for at in range(12, 12 + 3 * TRIAL_EVERY):
@@ -237,7 +237,7 @@ async def test_a_trial_of_removed_blocks_does_no_harm() -> None:
     await asyncio.sleep(3600)
     for at in range(4, 4 + 2 * TRIAL_EVERY):
         fetch = cache.manager.fetch(engine.keys(at, 32))
-        cache.manager.remove(engine.keys(at, 32))  # before the loop comes to a trial
+        cache.manager.remove(engine.keys(at, 32))  # before the loop runs a trial
         await engine.compute(fetch, engine.now)
     assert cache.manager.stats()["host"]["task_failures"] == 0
     await cache.aclose()

@@ -8,7 +8,7 @@ from obstore.store import MemoryStore
 from kvladder.tiers.object.options import ObjectOptions
 from tests.kit.objectserver import BUCKET
 
-obstore.put(MemoryStore(), "x", b"")  # the library has threads and files for good: before any test
+obstore.put(MemoryStore(), "x", b"")  # the library keeps threads and files: start it now
 
 
 def name_of(tier, ref):

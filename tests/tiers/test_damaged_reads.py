@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def damage_files(folder: Path, chance: random.Random) -> None:
-    """Flip bits, blank stretches, write parts of blocks over others."""
+    """Flip bits, blank ranges, or write parts of blocks over others."""
     for path in folder.rglob("seg-*"):
         data = bytearray(path.read_bytes())
         for _ in range(12):
@@ -64,7 +64,7 @@ def damage_files(folder: Path, chance: random.Random) -> None:
 
 
 def damage_redis(client: Any, chance: random.Random) -> None:
-    """Change bytes, put other values there, copy blocks over others."""
+    """Change bytes, store other values, or copy blocks over others."""
     names = sorted(client.keys("kvladder:*"))
     with client.pipeline(transaction=False) as pipe:
         for name in names:
@@ -116,7 +116,7 @@ class TestDamage(CodedTests, TierFixtures):
     async def test_a_damaged_block_is_a_miss_and_never_wrong(
         self, tier: CodedTier, blocks: Mixed, medium: Any
     ) -> None:
-        """``SampleBlocks.get`` compares all that comes."""
+        """``SampleBlocks.get`` compares all loaded bytes."""
         chance, found = random.Random(1), [0, 0]
         stored = blocks.some(*range(COUNT))
         for _ in range(ROUNDS):

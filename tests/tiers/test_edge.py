@@ -150,7 +150,7 @@ class TestCodedFiles(CodedTests, TierTests):
 
 
 class TestEdge(Shrinking, TierTests):
-    """Behind it is a tier that can be looked into, damaged and held."""
+    """The tier below can be inspected, damaged and held."""
 
     test_a_damaged_block_is_a_miss: Any = None
 

@@ -82,7 +82,7 @@ class FilesTests(TierTests):
 
 
 class StuckDisk(Disk):
-    """Reads that hang until they are let go."""
+    """A disk with reads that hang until they are released."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -178,7 +178,7 @@ class TestFiles(FilesTests):
         await other.aclose()
         disk.go.set()
         assert await reading == [True]
-        for thread in threading.enumerate():  # its thread closes the files behind it
+        for thread in threading.enumerate():  # its thread closes the files afterwards
             if thread.name.startswith("kvladder-files"):
                 thread.join(PATIENCE_S)
         other = FilesTier(tier.options)
@@ -210,7 +210,7 @@ class TestFiles(FilesTests):
         for turn in range(60):
             await blocks.remove(tier, blocks.some(turn % 8))
             await blocks.put(tier, turn % 8)
-        for turn in range(160):  # more than came while the last compaction was under way
+        for turn in range(160):  # more than arrived during the last compaction
             if tier._compacting is not None:
                 await asyncio.wait({tier._compacting})
             await blocks.put(tier, turn % 8)

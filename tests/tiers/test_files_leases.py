@@ -126,7 +126,7 @@ async def test_places_of_a_removed_segment_do_not_come_back_as_damage(
     disk.unlink(one.home / "seg-00002")
     tier, recovered = await one.open()
     assert [item.key for item in recovered] == [key(0), key(1)]
-    await one.put(tier, (3, 7))  # the segment is there again, and place 6 of it is empty
+    await one.put(tier, (3, 7))  # the segment exists again, and its place 6 is empty
     tier, recovered = await one.open_again(tier)
     assert [item.key for item in recovered] == [key(0), key(1), key(3)]
     assert all(await one.get(tier, [(key(0), 0), (key(1), 3), (key(3), 7)]))

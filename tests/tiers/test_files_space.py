@@ -1,4 +1,4 @@
-"""A files tier and the room it has: at open, when it grows, and when others were there before."""
+"""A files tier and its room: at open, as it grows, and beside earlier namespaces."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ async def test_a_full_disk_is_tier_full_and_the_rest_stays_usable(disk: FakeDisk
     await machine.put(tier, (3, 3), (4, 0))
     assert [type(error) for error in machine.errors] == [TierFull]
     machine.errors.clear()
-    for turn in range(40):  # the log is compacted meanwhile, in place
+    for turn in range(40):  # the log is compacted in place
         await machine.remove(tier, (10 + turn - 1, 1))
         await machine.put(tier, (10 + turn, 1))
     assert machine.errors == []

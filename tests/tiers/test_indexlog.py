@@ -102,7 +102,7 @@ def test_a_place_that_is_put_again_has_the_newer_block(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1, 5), item(2, 6)])
     log.put([item(3, 5)])
-    log.remove([item(1, 5)])  # late, and of a block that is there no more
+    log.remove([item(1, 5)])  # late, and for a block that no longer exists
     log.close()
     assert found(disk) == [item(2, 6), item(3, 5)]
 
@@ -159,7 +159,7 @@ def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     log.remove([item(2), item(3)])
     log.put([item(4)])
     log.close()
-    disk.put(PATH, disk.content(PATH) + stale)  # older numbers behind newer ones
+    disk.put(PATH, disk.content(PATH) + stale)  # older numbers after newer ones
     assert found(disk) == [item(1), item(4)]
 
 

@@ -319,7 +319,7 @@ class TestFaults(TierFixtures):
         found = dict(await tier.examine(1 << 30, print))
         wanted = dict(await FilesTier(options).examine(1 << 30, print))
         assert found.pop("free")
-        del wanted["free"]  # others write there, too
+        del wanted["free"]  # other processes write there, too
         assert found == wanted
         assert tier.gauges()["process"] == 0
 

@@ -190,7 +190,7 @@ class Fuzz:
                 return bytes(changed)
 
     def forged(self) -> bytes:
-        """Some fields are others, and the check is right."""
+        """Return a label with some changed fields and a right check."""
         random, changes = self.random, dict[int, bytes]()
         for _ in range(random.choice((1, 1, 2, 5))):
             at, size = random.choice(

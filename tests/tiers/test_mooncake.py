@@ -135,7 +135,7 @@ class TestFaults(TierFixtures):
             task = asyncio.create_task(tier.get(blocks.reads(stored)))
         else:
             task = asyncio.create_task(tier.put(blocks.writes(blocks.some(4, 5))))
-        await asyncio.sleep(0.3)  # it does not end by itself
+        await asyncio.sleep(0.3)  # it does not end without help
         task.cancel()
         with pytest.raises((asyncio.CancelledError, TierError)):
             await task
@@ -151,7 +151,7 @@ class TestFaults(TierFixtures):
             await asyncio.sleep(0.05)
         cut = blocks.some(4, 5)
         blocks.fill(cut)
-        while await blocks.contains(tier, cut) != [True, True]:  # a put that was killed is over
+        while await blocks.contains(tier, cut) != [True, True]:  # a killed put has ended
             await tier.put(blocks.writes(cut))
             await asyncio.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""Connections to far ends over a fabric that is late, hangs, breaks, and lies."""
+"""Connections to far ends over a fabric that delays, hangs, breaks, and sends lies."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class TestThreeServers(Fabrics, TierTests):
         return lambda: NixlTier(NixlOptions(servers=SERVERS, keys="k"))
 
     def holder(self, ref, namespace):
-        """The server that has a block, else the first one."""
+        """Return the server that has a block, otherwise the first one."""
         offers = [fabric.offers for fabric in self.network.values()]
         found = [one for one in offers if namespace + ref.key in one.blocks]
         assert len(found) <= 1, "a block is in one of them"

@@ -76,7 +76,7 @@ def test_two_caches_share_blocks_that_no_other_cache_sees(server):
 
 
 class Traffic(traffic.Traffic):
-    """Saves and loads eight prefixes; none comes wrong, or late."""
+    """Saves and loads eight prefixes, and asserts that none is wrong or late."""
 
     def turn(self, number):
         wanted = keys(number % 8, *range(4))
@@ -319,7 +319,7 @@ def test_a_cluster_node_that_is_killed_and_comes_back_is_used_again(tmp_path):
 
 
 def test_sixty_four_clients_are_served_at_once(server):
-    """Each with a cache, a loop and connections of its own, and all with one interpreter."""
+    """Each has its own cache, loop and connections; all share one interpreter."""
     patience = {"deadline": "60 s", "timeout": "60 s", "connect_timeout": "60 s"}
     failures = []
 

@@ -1,4 +1,4 @@
-"""The user that docs/how-to/redis.md recommends has the rights that are needed, and no others."""
+"""The user recommended by docs/how-to/redis.md has exactly the necessary rights."""
 
 from __future__ import annotations
 

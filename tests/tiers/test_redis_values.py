@@ -252,7 +252,7 @@ class TestParts(Values):
         await tier.aclose()
 
     async def test_parts_of_a_block_that_is_not_finished_expire(self, blocks, context, servers):
-        """A user that may not write the first of them stands for an engine that died before."""
+        """A user without the right to write the first part stands for an engine that died."""
         self.run("FLUSHALL")
         self.run(
             "ACL", "SETUSER", "half", "on", "nopass", "+@all", "~kvladder:*:1", "~kvladder:*:2"
@@ -292,7 +292,7 @@ class TestRestarted(Values):
     async def test_an_abandoned_connection_is_not_killed_in_another_run_of_the_server(
         self, tier, blocks, servers
     ):
-        """A server that was started again gives the numbers of its clients to others."""
+        """A restarted server gives the numbers of its clients to others."""
         (item,) = await blocks.put(tier, 0)
         (server,) = servers
         clients = server.client().client_list()

@@ -63,7 +63,7 @@ class TestCodedFolder(CodedTests, TierTests):
 
 
 def test_the_example_is_as_short_as_the_page_says() -> None:
-    """Lines with code on them: at most 60 of the class, 90 of the file, before it is tried."""
+    """The class has at most 60 lines with code, and the file 90 before its test code."""
     text, _, tried = Path(example.__file__).read_text(encoding="utf-8").partition("\n\ndef main(")
     assert tried
     lines = {number for number, line in enumerate(text.splitlines(), start=1) if line.strip()}

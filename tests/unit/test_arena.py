@@ -254,7 +254,7 @@ input()
 
 
 def who_maps(inode: int) -> list[int]:
-    """The processes that have this arena mapped: it is nowhere else."""
+    """Return the processes that have this arena mapped; it exists nowhere else."""
     found: list[int] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

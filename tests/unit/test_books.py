@@ -1,4 +1,4 @@
-"""Books of a million blocks: nothing is copied whole, and no collection goes through them."""
+"""Records of a million blocks: none is copied whole, and no garbage collection visits them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def gone_through() -> int:
 @pytest.mark.slow
 def test_a_garbage_collection_does_not_visit_the_records_of_a_level() -> None:
     blocks = 20_000
-    keys = tuple(keys_of(blocks))  # as keys of tiers, which hold them by others
+    keys = tuple(keys_of(blocks))  # as keys in tiers, which other objects hold
     before = gone_through()
     index = LevelIndex[int](PrioritizedLRU(), blocks_max=MILLION)
     for place, key in enumerate(keys):

@@ -118,7 +118,7 @@ def test_running_caches_are_asked_despite_leftovers_of_killed_ones(config, tmp_p
 
 
 def test_blocks_of_an_ended_engine_are_purged_beside_running_ones(config, tmp_path, capsys):
-    """Two engines of one configuration, each in a directory of its own; one has ended."""
+    """Two engines of one configuration, each with its own directory; one has ended."""
     with open_cache(config, layout=LAYOUT) as cache:
         cache.save(KEYS, salt="red").commit()
         with open_manager(load_config(config), LAYOUT, instance=1) as second:

@@ -140,7 +140,7 @@ async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
         cache.save(keys)
         await cache.settle()
         saved = {request for request, _ in host.take()[0]}
-        cache.save(cache.keys(count + 1, *range(LARGE_SAVE - 1)))  # all else makes room
+        cache.save(cache.keys(count + 1, *range(LARGE_SAVE - 1)))  # all other blocks are evicted
         await cache.settle()
         host.take()
         assert {*await cache.load(keys)} == {"level1"}

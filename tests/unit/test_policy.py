@@ -109,7 +109,7 @@ def drained(policy: PrioritizedLRU) -> list[int]:
 
 
 def test_a_handle_is_pushed_once_and_removed_once() -> None:
-    """E-9, as far as the policy sees it: a mistake is found out and changes nothing."""
+    """E-9 from the policy's view: a mistake is detected and changes nothing."""
     policy = PrioritizedLRU()
     policy.push(3, 35)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The states of blocks on their way into a level."""
+"""The states of blocks being written into a level."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Engine:
         return next(one.scheduler.running for one in parts if type(one).__name__ == OURS)
 
     def external_hits(self) -> int:
-        """Tokens that came from the connector, as vLLM itself counts them."""
+        """Return the tokens that came from the connector, as vLLM itself counts them."""
         return self.count("vllm:external_prefix_cache_hits")
 
     def count(self, name: str) -> int:

@@ -77,7 +77,7 @@ class Started:
             )
 
     def alive(self) -> list[int]:
-        """This process and all that it started, as far as they have not ended."""
+        """Return this process and its descendants that have not ended."""
         found: list[int] = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended
@@ -87,7 +87,7 @@ class Started:
         return found
 
     def kill(self) -> None:
-        """End them all at once; a process that is killed is gone a little later."""
+        """Kill all of them at once; a killed process ends a little later."""
         for pid in self.alive():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)

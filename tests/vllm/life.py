@@ -283,7 +283,7 @@ def forget(engine: Any) -> None:
 
 
 def faults() -> int:
-    """Pages that this thread had to wait for until the system gave them."""
+    """Return the page faults for which this thread had to wait."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 

@@ -70,7 +70,7 @@ class Nursery:
         )
 
     def begin(self, command: list[str], folder: Path, env: Mapping[str, str], log: Path) -> Child:
-        """Run a Python file in a process and a session of its own."""
+        """Run a Python file in its own process and session."""
         given = {"command": command, "folder": str(folder), "env": dict(env), "log": str(log)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given).encode() + b"\n")
@@ -124,9 +124,9 @@ def main() -> None:
     for name in IMPORTED:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
-    # Or vLLM looks at each kind of model in a new process, to keep CUDA out of its own.
+    # Otherwise vLLM inspects each kind of model in a new process, to keep CUDA out of its own.
     sys.modules[REGISTRY].__dict__["_run_in_subprocess"] = lambda look: look()
-    gc.freeze()  # or each collection of each child goes through all that was imported
+    gc.freeze()  # otherwise each collection of each child visits all imported objects
     sys.stdout.flush()  # otherwise each child has it in its log
     running: dict[int, int] = {}
     while True:

@@ -111,7 +111,7 @@ def look(
 
 
 def forget(engine: Any) -> None:
-    """Empty vLLM's own caches, but for that of encoded pictures."""
+    """Empty vLLM's own caches, except that of encoded pictures."""
     engine.stats()
     engine.llm.reset_prefix_cache()
     engine.llm.reset_mm_cache()

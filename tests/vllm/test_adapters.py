@@ -1,4 +1,4 @@
-"""LoRA adapters and the model itself over one cache: each finds its own, and nothing else."""
+"""LoRA adapters and the model itself over one cache: each finds only its own blocks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def ask(number: int = 0, path: Path | None = None) -> list[Any]:
 
 
 def replaced(late: Path, soon: Path, other: Path) -> list[Any]:
-    """Steps in which two adapters get the files of another one, under their names and paths.
+    """Return steps in which two adapters get the files of another, under their names and paths.
 
-    One before its first request comes, the other between being let go and being read again.
+    One changes before its first request, the other between its unload and its reload.
     """
     anew = {"unload": 4, "replace": [str(soon), str(other)], "load": [5, str(soon)]}
     return [

@@ -98,7 +98,7 @@ def patient(redis: RedisServer) -> dict[str, Any]:
 
 
 def serve(folder: Path, model: Path, role: str, core: int, port: int) -> Server:
-    """On a core of its own: NIXL's threads wait by turning round and round."""
+    """Start a server on a core of its own: NIXL's threads wait by spinning."""
     where = folder / role
     where.mkdir()
     (where / "MODEL").symlink_to(model)

@@ -84,7 +84,7 @@ def test_blocks_of_drafting_layers_are_kept_beside_the_models(
     each = ["each", {"prompts": PROMPTS}]
     drafting = {"method": method, "model": str(drafter), "num_speculative_tokens": 2}
     run = start(
-        stack(files),  # blocks without a draft model's are others
+        stack(files),  # blocks without a draft model's have other names
         each,
         ["drafts"],
         ["reset"],

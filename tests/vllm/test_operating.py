@@ -43,7 +43,7 @@ def owners(kv: Path) -> dict[str, int]:
 
 
 def until(server: Server, reached: Any) -> None:
-    """Give each engine something to do until something is so: their counters come with answers."""
+    """Send each engine requests until a condition holds: their counters come with answers."""
     end = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < end, server.log.read_text()[-6000:]

@@ -61,7 +61,7 @@ def require_that_a_session_ends(server: Server) -> None:
     own, whole = PROMPT[::-1], len(PROMPT) // BLOCK
 
     def held() -> float:
-        server.complete(own[:BLOCK], "a guest", save=False)  # counts come with answers
+        server.complete(own[:BLOCK], "a guest", save=False)  # counters come with answers
         return sum(server.counts("blocks", "host"))
 
     until(lambda: held() >= 2 * whole)  # of the two salts before

@@ -30,7 +30,7 @@ CODECS: list[list[str]] = [["checksum"], ["zstd", "checksum"], ["aes-gcm"]]
 
 
 def over_redis(server: RedisServer) -> dict[str, Any]:
-    """Host memory, and three databases of one server below it, each with codecs of its own."""
+    """Return host memory, and three databases of one server below it, each with its own codecs."""
     levels = [
         {
             "name": codecs[0],
@@ -68,7 +68,7 @@ def keep_one_copy(server: RedisServer) -> list[int]:
 def test_two_engines_share_prefixes_through_redis_only_with_every_codec(
     start: Start, server: RedisServer, reference: Tokens
 ) -> None:
-    """The second engine finds every third block in a database of its own."""
+    """The second engine finds every third block in another database."""
     steps = [["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"]]
     cold, first, _ = start(over_redis(server), *steps, env=KEY).finish()
     assert cold["tokens"] == reference

@@ -168,7 +168,7 @@ def test_nothing_outlives_an_engine_that_is_killed_while_it_saves(
     run = start(extra, ["each", {"prompts": PROMPTS}], *[["stats"]] * 3, ["generate", {
         "prompts": [[prompt[0], *prompt] for prompt in PROMPTS], "tokens": 2000}])  # fmt: skip
     committed = killed_while_saving(run)
-    assert run.alive() == []  # and with the last process goes the arena, which has no name
+    assert run.alive() == []  # the arena, which has no name, ends with its last process
     again = start(stack(tmp_path / "kv"), ["each", {"prompts": PROMPTS}], ["stats"])
     warm, stats = again.finish()
     assert warm["tokens"] == reference
@@ -187,7 +187,7 @@ def killed_while_saving(run: Run) -> int:
         assert time.monotonic() < end
         time.sleep(0.1)
     committed: int = run.so_far()[3]["files"]["stored"]
-    time.sleep(0.5)  # it is in the middle of its last step, which takes much longer
+    time.sleep(0.5)  # it is in its last step, which takes much longer
     assert run.process.poll() is None
     run.kill()
     return committed
