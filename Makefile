@@ -1,5 +1,5 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test quick lint site bench gpu shape clean
+.PHONY: demo demo-sglang test quick lint style mypy pyright imports site bench gpu shape clean
 PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
@@ -35,11 +35,17 @@ demo: .venv/stamp  ## a real vLLM served from host memory and from files, with c
 demo-sglang: .venv/stamp  ## a real SGLang with kvladder below it, beside SGLang's own files
 	$(PY) examples/demo_sglang.py
 
-lint: .venv/stamp  ## style, types and who may import whom
+lint: .venv/stamp  ## style, types and who may import whom; the two checkers of types side by side
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync pyright mypy style imports
+
+style:
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+mypy:
 	.venv/bin/mypy
+pyright:
 	.venv/bin/pyright --pythonpath $(PY)
+imports:
 	.venv/bin/lint-imports
 
 site: .venv-site/stamp  ## the documentation as a site in build/site; fails at any warning
@@ -63,7 +69,7 @@ shape: .venv/stamp  ## what to read for a change, lines of code by room, files t
 	$(SITE_PYTHON) -m venv --clear .venv-site
 	$(SITE_PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'], sep='\n')" \
 	    >.venv-site/wanted.txt
-	.venv-site/bin/python -m pip install -q --disable-pip-version-check -r .venv-site/wanted.txt
+	.venv-site/bin/python -m pip install -q --disable-pip-version-check --no-compile -r .venv-site/wanted.txt
 	touch .venv-site/stamp
 
 clean:  ## remove what the other targets made

@@ -32,24 +32,24 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "contributing"
 DATA, PAGE = FOLDER / "seeds.yaml", FOLDER / "seeds.md"
 STATUSES = {
-    "held": "done, and a test holds it",
-    "part": "done in part; the note says what there is or is missing",
+    "held": "done, and a test checks it",
+    "part": "done in part; the note says which part is done or missing",
     "open": "not done",
-    "refused": "done otherwise; the record that the note names says why",
-    "unused": "the text itself says that it is out of use",
-    "n/a": "not applicable here; the note says why",
+    "refused": "done in another way; the decision in the note gives the reason",
+    "unused": "the text itself calls it unused",
+    "n/a": "not applicable here; the note gives the reason",
 }
-HEAD = """# What the systems that kvladder follows name, and where it is
+HEAD = """# Features of the systems that kvladder follows, and their code here
 
-kvladder follows TensorRT-LLM's KV cache manager (000, 001), PagedAttention with prefix caching as
-it is operated (002), AutoDeploy's cache architecture (003), OpenVINO's growing caches (004), and a
-card that says what to build. Each capability, knob and behaviour that they name has a row, with the
-line that names it. `.ci/seeds.py` makes this page of `seeds.yaml`, and a test holds that every
-file, name and test in it exists.
+kvladder follows four systems and a card. The systems are TensorRT-LLM's KV cache manager (000,
+001), PagedAttention with prefix caching and its operation (002), AutoDeploy's cache architecture
+(003) and OpenVINO's growing caches (004). The card says what to build. Each capability, setting and
+behavior in their texts has a row here, with the text's number and line. `.ci/seeds.py` makes this
+page from `seeds.yaml`. A test checks that every file, name and test in it exists.
 
-Rows marked with * have a planted fault, which breaks what the row claims: `.ci/seeds.py --faults`
-plants each in a copy of the tree and checks that the row's test fails there. The notes of the other
-rows that are held, or in part, say why there is none.
+Rows marked with * have a planted fault, a change that breaks the row's claim.
+`.ci/seeds.py --faults` plants each fault in a copy of the tree, and checks that the row's test
+fails there. Other rows with the status held or part have a note that says why they have no fault.
 """
 KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}

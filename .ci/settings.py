@@ -45,9 +45,9 @@ LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exc
 
 HEAD = """# All settings
 
-`.ci/settings.py` makes this page of the classes that read a configuration, and a test holds that it
+`.ci/settings.py` makes this page from the classes that read a configuration. A test checks that it
 is current. [Configuration](configuration.md) says more about each setting, and how values are
-written. The same data make a [schema for editors](editors.md).
+written. The [schema for editors](editors.md) has the same source.
 """
 
 

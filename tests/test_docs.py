@@ -109,7 +109,8 @@ def test_every_link_has_a_target(page):
 def test_no_page_has_the_marks_of_a_merge():
     """Git leaves them where two changes meet; Markdown would show them to readers."""
     marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
-    pages = [ROOT / "CHANGELOG.md", *PAGES]
+    rooms = [page for room in PACKAGES for page in (ROOT / room).rglob("*.md")]
+    pages = [ROOT / "CHANGELOG.md", *PAGES, *rooms]
     assert not [name(page) for page in pages if marks.search(page.read_text(encoding="utf-8"))]
 
 

@@ -69,7 +69,7 @@ class BlockConfig(Settings, frozen=True, kw_only=True):
     size_bytes: Size | None = msgspec.field(name="size", default=None)
     """Largest stored block of a server. ``block: SIZE`` is short for it."""
     salt: str = ""
-    """The deployment's secret; deployments with different salts share nothing."""
+    """The deployment's secret; deployments with different salts share no blocks."""
 
 
 class GpuConfig(Settings, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     fraction: Fraction = 0.9
     """Fraction of the device memory that weights, other caches and a forward pass leave free."""
     max_tokens: Positive | None = None
-    """Largest number of tokens in the pools, if a fraction is taken."""
+    """Largest number of tokens in the pools, if ``memory`` is not set."""
     shares: tuple[Part, ...] = ()
     """Proportions of the memory that the groups get; by default, each gets what it needs."""
     dtype: Literal[
@@ -94,7 +94,7 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     partial: Literal["auto", "off", "take", "copy"] = "auto"
     """Use of a cached block if a prompt shares only its beginning."""
     rebalance: bool = False
-    """True if a model's pools give memory that they do not need to pools that need it."""
+    """True if unused memory moves between a model's pools."""
     events: Count = 0
     """Largest number of the pools' events kept until a caller takes them."""
 
@@ -117,11 +117,12 @@ class FetchConfig(Settings, frozen=True, kw_only=True):
     """Promotion of blocks from below the host level."""
 
     deadline_s: Duration = msgspec.field(name="deadline", default=Duration(2))
-    """Time after which the engine gets what has arrived."""
+    """Time after which the engine gets only the blocks that have arrived."""
     budget: Share = Share(percent=50)
     """Share of the arena's slots that may be in flight upwards at once."""
     when: Literal["faster", "always"] = "faster"
-    """``faster`` fetches only if that is sooner than computing, as far as the engine reports."""
+    """``faster`` fetches a block only if that takes less time than computing it. The engine has to
+    report its computing time for this."""
 
     def __post_init__(self) -> None:
         if not self.budget:
@@ -410,7 +411,7 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     type: str
     """Type of the tier, or the name of a plug-in."""
     min_priority: Priority = PRIORITY_DEFAULT
-    """Lowest priority that the level takes; that of the blocks before a block counts, too."""
+    """Lowest priority that the level admits, also for the blocks before a block."""
     min_hits: Count = 0
     """Number of times that a block must have been used again before the level takes it."""
     ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
@@ -455,7 +456,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     codecs: tuple[CodecConfig, ...] = ()
     """Codecs that blocks pass through on their way to the medium, in this order."""
     required: bool = False
-    """True if no engine starts without the level; else it is left out until it opens."""
+    """True if no engine starts without the level; otherwise it is left out until it opens."""
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
     """Time limit of one call to the tier."""
     queue: Share = Share(percent=25)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sqlite3
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,31 +41,35 @@ class TestSqlite(TierTests):
         options = example.SqliteOptions(path=str(tmp_path / "blocks.db"))
         return lambda: example.SqliteTier(options)
 
-    def database(self, tier: Any) -> sqlite3.Connection:
-        return sqlite3.connect(tier.options.path)
-
-    async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
-        database = self.database(tier)
-        row = database.execute("SELECT data FROM blocks WHERE key = ?", [ref.key]).fetchone()
-        database.close()
+    async def raw_get(self, tier: Any, ref: Ref) -> bytes | None:
+        with tier._lock:  # the file is locked: there is no other connection
+            query = "SELECT data FROM blocks WHERE key = ?"
+            row = tier._database.execute(query, [ref.key]).fetchone()
         return None if row is None else row[0]
 
-    async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
-        database = self.database(tier)
-        with database:
+    async def raw_put(self, tier: Any, ref: Ref, label: bytes, data: bytes) -> None:
+        with tier._lock, tier._database as database:
             database.execute(
                 "INSERT OR REPLACE INTO blocks VALUES (NULL, ?, ?, ?, ?, ?)",
                 [tier.context.namespace, ref.key, ref.place, label, data],
             )
-        database.close()
 
-    async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
-        database = self.database(tier)
+    async def raw_corrupt(self, tier: Any, ref: Ref) -> None:
         data = bytearray(await self.raw_get(tier, ref) or b"")
         data[0] ^= 1
-        with database:
+        with tier._lock, tier._database as database:
             database.execute("UPDATE blocks SET data = ? WHERE key = ?", [data, ref.key])
-        database.close()
+
+    async def test_a_second_engine_is_refused_until_the_first_has_closed(
+        self, opened: Opener, make: MakeTier, context: Any
+    ) -> None:
+        first = await opened()
+        second = make()
+        with pytest.raises(Unavailable, match="database is locked .see that it can be written"):
+            await second.open(context)
+        await first.aclose()
+        await second.open(context)
+        await second.aclose()
 
     async def test_a_full_database_is_tier_full(self, opened: Opener, blocks: SampleBlocks) -> None:
         tier: Any = await opened()

@@ -61,7 +61,7 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
     direct: bool | None = None
     """True to bypass the page cache with O_DIRECT, None to do so if the file system allows it."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 8
-    """Number of calls that the disk gets at once."""
+    """Number of concurrent calls to the disk."""
     segment: Size = Size(256 << 20)
     """Bytes preallocated at a time, at most a sixteenth of the capacity. More if there would be
     too many files otherwise."""

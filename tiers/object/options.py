@@ -34,7 +34,7 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
     options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
     """Options of obstore by name, e.g. region and endpoint."""
     requests: Annotated[int, msgspec.Meta(ge=1, le=256, description="a number from 1 to 256")] = 32
-    """Most transfers of blocks at once."""
+    """Largest number of concurrent transfers of blocks."""
     probe_timeout: Duration | None = None
     """Time limit for asking which blocks the store has; by default the limit of any call."""
     probe_cache: Duration = Duration(5)

@@ -92,9 +92,9 @@ class QuotaOptions(Settings, frozen=True, kw_only=True):
     """Limits on the bytes that blocks of all engines together take; see docs/how-to/redis.md."""
 
     namespace: Size | None = None
-    """Most bytes of a namespace: one model, layout and deployment."""
+    """Largest number of bytes of a namespace: one model, layout and deployment."""
     tenant: Size | None = None
-    """Most bytes of each cache salt in the namespace."""
+    """Largest number of bytes of each cache salt in the namespace."""
     recount: Duration = RECOUNT
     """Time between two recounts of the stored blocks, each by one of the engines."""
 
@@ -132,7 +132,7 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     certificate_key: str = ""
     """File with the key of that certificate."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 4
-    """Most connections to each server."""
+    """Largest number of connections to each server."""
     connect_timeout: Duration = Duration(2)
     """Time limit to connect and log in."""
     ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])

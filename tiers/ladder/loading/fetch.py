@@ -204,10 +204,8 @@ class Fetch:
 
     def _answer(self) -> None:
         """Keep the leading blocks that are here, and give the rest back."""
-        if self._state is _ANSWERED or self._state is _RELEASED:
-            return
         with self._lock:
-            if self._is_final:  # another thread answered meanwhile
+            if self._state is _ANSWERED or self._state is _RELEASED:  # by another thread meanwhile
                 return
             self._state = _ANSWERED
             self._waiting.clear()
@@ -248,7 +246,8 @@ class Fetch:
     @property
     def slots(self) -> list[Slot]:
         """Slots of those blocks, pinned until ``release``."""
-        return list(self._slots) if self._is_final else []
+        state = self._state  # not by ``_is_final``: engines ask this for each request
+        return list(self._slots) if state is _ANSWERED or state is _RELEASED else []
 
     @property
     def sources(self) -> list[str]:
@@ -257,7 +256,8 @@ class Fetch:
 
     def release(self) -> None:
         """Unpin the blocks, which stay cached. May be called again."""
-        self._answer()
+        if self._state is not _ANSWERED:
+            self._answer()
         with self._lock:
             is_first, self._state = self._state is _ANSWERED, _RELEASED
         if is_first:
