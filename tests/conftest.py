@@ -1,7 +1,7 @@
 """Every test runs with the shipped plugin, and leaves no claim, thread or file behind.
 
-Tasks are the plugin's to watch. Hypothesis runs as many examples as ``HYPOTHESIS_PROFILE`` says:
-``dev`` (the default), ``ci`` (more, the same each time) or ``night`` (many).
+The plugin watches the tasks. ``HYPOTHESIS_PROFILE`` sets the number of examples: ``dev`` (the
+default), ``ci`` (more, the same each time) or ``night`` (many).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JOIN_S = 60.0
 TRY_S = 0.02
 IDLE_S = 300.0
 OTHERS = ("gpu", "vllm")
-"""Marks of tests in which other libraries keep what they opened."""
+"""Marks of tests in which other libraries keep open descriptors."""
 
 
 class Watch:
@@ -89,7 +89,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def open_files() -> set[str]:
-    """What this process has open, but for arenas: an exception may still refer to a slot."""
+    """Return open descriptors, except arenas: an exception may still refer to a slot."""
     found: set[str] = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -103,7 +103,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """A connector hands on what the cache logs for good; a test's ends with the test."""
+    """Undo log routing after each test: a connector routes the cache's log lines for good."""
     logger = logging.getLogger("kvladder")
     handlers, level, propagates = [*logger.handlers], logger.level, logger.propagate
     yield
@@ -115,7 +115,7 @@ def log_as_before() -> Iterator[None]:
 def nothing_is_left(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Fail a test that ends with a claim on a slot, a thread or an open file of its own."""
+    """Fail a test that leaves a claim on a slot, a thread or an open file."""
     if any(request.node.get_closest_marker(name) for name in OTHERS):
         yield
         return

@@ -1,8 +1,8 @@
-"""How long tests wait for what must happen.
+"""The time that tests wait for an expected event.
 
-A machine may be ten times slower than another, or as busy. So nothing that is only late fails: a
-test waits this long for an answer, a thread or a server, whatever that takes on a quiet machine.
-Who waits and does nothing else is found by ``tests/stuck.py``; who asks again and again, by this.
+A machine may be ten times slower or busier than another, so a late event must not fail a test. A
+test waits this long for an answer, a thread or a server, however short that is on a quiet machine.
+``tests/stuck.py`` finds tests that wait idly; this limit finds tests that poll.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = float(os.environ.get("KVLADDER_PATIENCE_S", "300"))
-"""For one thing: a quiet machine takes seconds. Less is for runs in which tests are to fail."""
+"""The limit for one event: a quiet machine takes seconds. Lower it to make tests fail sooner."""
 RUN_S = 1200.0
-"""For an engine's start, or a process of many steps: a quiet machine takes up to a minute."""
+"""The limit for an engine's start or a long process: up to a minute on a quiet machine."""
 
 
 def until(
     holds: Callable[[], object], *, every_s: float = 0.005, within_s: float = PATIENCE_S
 ) -> None:
-    """Return when something is true, asked again and again; fails if it never is."""
+    """Return when a condition holds, polled repeatedly; fail if it never does."""
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came true"

@@ -1,10 +1,10 @@
-"""Ends a test that is stuck, and none that is only slow, however busy the machine is.
+"""Ends stuck tests, but no slow ones, however busy the machine is.
 
-``python stuck.py PID IDLE_S`` watches the process of a test run and all that it started. Lines of
-its standard input say when a test begins, ``+ NAME``, and ends, ``-``. A test is stuck when for
-IDLE_S seconds none of its threads has run, nor waited for a processor or a disk. The process then
-gets SIGABRT, on which pytest prints where each of its threads stands, and what it started is killed
-once it is gone: not before, or it would go on from where it was stuck.
+``python stuck.py PID IDLE_S`` watches the process of a test run and its children. Lines on its
+standard input announce the begin of a test, ``+ NAME``, and its end, ``-``. A test is stuck when
+for IDLE_S seconds none of its threads has run, nor waited for a processor or a disk. The process
+then gets SIGABRT, and pytest prints a traceback of each thread. Its children are killed once it has
+ended: if they were killed earlier, the stuck test could continue.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import time
 from pathlib import Path
 
 BUSY_SHARE = 0.01
-"""Of one processor: what waits, and now and then looks whether it still has to, takes less."""
+"""The share of one processor that a waiting test uses at most, even if it polls now and then."""
 ABORT_S = 60.0
-"""How long a process may take to print where it stands; then it is killed, too."""
+"""The time limit for a process to print its tracebacks; then it is killed, too."""
 STATE, PARENT = 0, 1
-"""Where they stand in /proc/PID/stat, after the name."""
+"""Their positions in /proc/PID/stat, after the name."""
 Spent = dict[int, int]
 """Nanoseconds, by thread, that it ran or waited for a processor."""
 
 
 def below(*roots: int) -> set[int]:
-    """Processes and all that they started, as far as their parents live."""
+    """Return processes and their descendants, as far as the parents of these live."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
@@ -41,7 +41,7 @@ def below(*roots: int) -> set[int]:
 
 
 def spent(pids: set[int]) -> tuple[Spent, bool]:
-    """What threads have spent so far, and whether one of them waits for a disk just now."""
+    """Return the time that threads have spent so far, and whether one of them waits for a disk."""
     found: Spent = {}
     disk = False
     for pid in pids:
@@ -55,7 +55,7 @@ def spent(pids: set[int]) -> tuple[Spent, bool]:
 
 
 def end(root: int) -> None:
-    """Abort the process that has started this one, and kill what it has started besides."""
+    """Abort the process that started this one, and kill its other children."""
     found = below(root)
     os.kill(root, signal.SIGABRT)
     latest_s = time.monotonic() + ABORT_S

@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its Python runs, its YAML is accepted, its links lead on."""
+"""The documentation is true: its Python runs, its YAML is accepted, its links work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def configurations():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
 def test_the_python_of_a_page_runs(page, tmp_path):
-    """From top to bottom as one script, whose lines have the numbers of the page's."""
+    """Runs from top to bottom as one script, with the line numbers of the page."""
     script = ""
     for line, text in blocks(page, "python"):
         script += "\n" * (line - script.count("\n")) + text
@@ -98,7 +98,7 @@ PACKAGES = ("connectors/", "gpu/", "kvladder/", "policy/", "tiers/")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
+def test_every_link_has_a_target(page):
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     links = _LINK.findall(prose)
     assert not [link for link in links if not (page.parent / link).exists()]
@@ -139,7 +139,7 @@ def rows(page, heading):
     ]
 
 
-def test_every_metric_is_explained_and_no_other():
+def test_the_page_explains_exactly_the_existing_metrics():
     explained = {name: labels for name, labels, *_ in rows(METRICS_PAGE, "## Metrics")}
     assert explained == {metric.name: ", ".join(metric.labels) for metric in METRICS}
 
@@ -152,7 +152,7 @@ def test_every_metric_that_a_page_names_exists(page):
     assert named - exposed == set()
 
 
-def test_what_to_look_at_when_hits_are_low_is_a_metric():
+def test_the_advice_for_low_hits_names_existing_metrics():
     *looks, last = [look for look, *_ in rows(METRICS_PAGE, "## When hits are low")]
     assert last == "none of these"
     words = {word for look in looks for word in re.findall(r"(?:^|, )(\w+)", look)}

@@ -23,7 +23,7 @@ TESTS = [path for path in EXAMPLES if path.name.startswith("test_")]
 SCRIPTS = [path for path in EXAMPLES if path not in TESTS]
 
 
-def test_there_are_examples():
+def test_examples_are_found():
     assert SCRIPTS
     assert TESTS
 
@@ -41,7 +41,7 @@ def test_an_example_runs(example, tmp_path):
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 @pytest.mark.parametrize("example", TESTS, ids=lambda path: path.name)
 def test_an_example_of_tests_passes(example, mode, seed, tmp_path):
-    """In a project of its own, which has nothing but pytest-asyncio's own settings."""
+    """Runs in its own project with pytest-asyncio's own settings only."""
     shutil.copy(example, tmp_path)
     (tmp_path / "pytest.ini").write_text(
         f"[pytest]\nasyncio_mode = {mode}\nasyncio_default_fixture_loop_scope = function\n"

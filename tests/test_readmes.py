@@ -1,4 +1,4 @@
-"""READMEs of packages name only what is there, and their reading orders leave no file out."""
+"""READMEs of packages name only existing things, and their reading orders omit no file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found(name: str, folder: Path) -> Path | None:
 
 
 def missing(text: str, folder: Path) -> list[str]:
-    """What a page in ``folder`` names that is not there."""
+    """Return the names on a page in ``folder`` that do not exist."""
     wrong = [name for name in _FOLDER.findall(text) if found(name, folder) is None]
     for name, inner in _FILE.findall(text):
         path = found(name, folder)
@@ -69,7 +69,7 @@ def unread(text: str, folder: Path) -> list[str]:
     return [name for name in files if order and f"`{name}`" not in order]
 
 
-def test_what_a_readme_names_exists():
+def test_every_name_in_a_readme_exists():
     assert PAGES or not (ROOT / "tiers").is_dir()
     wrong = {page: missing(page.read_text(encoding="utf-8"), page.parent) for page in PAGES}
     assert not [f"{page.relative_to(ROOT)}: {name}" for page in PAGES for name in wrong[page]]
@@ -92,7 +92,7 @@ def in_code(states: Mapping[Any, Sequence[Any]]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("title", STATES)
-def test_a_table_of_states_is_as_in_the_code(title: str):
+def test_a_table_of_states_matches_the_code(title: str):
     folder, states = STATES[title]
     for page in (page for page in PAGES if page.parent == ROOT / folder):
         assert following(page.read_text(encoding="utf-8"), title) == in_code(states)
@@ -110,7 +110,7 @@ def test_a_step_that_a_table_lacks_is_found():
 
 
 def states(text: str) -> dict[str, tuple[bool, list[str]]]:
-    """Rows of a page's table of states: whether each is of a ``PendingWrite``, and what follows."""
+    """Return a page's table of states: whether each is a ``PendingWrite``'s, and its successors."""
     table = text.partition("\n## States")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     cells = [row for row in rows if len(row) == 5][2:]
@@ -118,7 +118,7 @@ def states(text: str) -> dict[str, tuple[bool, list[str]]]:
 
 
 def misplaced(rows: dict[str, tuple[bool, list[str]]]) -> list[str]:
-    """What a table of states says that ``WriteState`` and ``NEXT`` do not, or leaves out."""
+    """Return the differences between a table of states and ``WriteState`` with ``NEXT``."""
     moving = [state.value for state in WriteState if state is not WriteState.SETTLED]
     wrong = [] if [name for name in rows if rows[name][0]] == moving else ["the states"]
     for name in moving:
@@ -132,7 +132,7 @@ def misplaced(rows: dict[str, tuple[bool, list[str]]]) -> list[str]:
     return wrong
 
 
-def test_the_table_of_states_is_as_the_code_has_them():
+def test_the_table_of_a_blocks_states_matches_the_code():
     pages = [page for page in PAGES if page.parent.name == "ladder"]
     assert bool(pages) == bool(PAGES)
     for page in pages:
@@ -156,7 +156,7 @@ def test_a_table_that_differs_from_the_states_is_found():
         assert wrong in misplaced(states(text.format(right.replace(a, b, 1))))
 
 
-def test_what_is_not_there_is_found():
+def test_missing_names_are_found():
     kit = ROOT / "tests" / "kit"
     text = "`source.py::Source.lines`, `tests/test_readmes.py::PAGES`, `kit/`, source.py."
     assert missing(text, kit) == ["kit/"]

@@ -1,4 +1,4 @@
-"""contributing/seeds.md is what its data give; places, tests and faults that it names are there."""
+"""contributing/seeds.md matches its data; the places, tests and faults that it names exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = {
 }
 
 
-def test_the_page_is_what_the_data_give() -> None:
+def test_the_page_matches_its_data() -> None:
     assert seeds.PAGE.read_text() == seeds.render(seeds.load()), "run python .ci/seeds.py"
 
 
@@ -55,7 +55,7 @@ def test_every_place_and_test_exists() -> None:
         ({"status": "open", "note": "x", "unplanted": "a layout"}, "open, and unplanted"),
     ],
 )
-def test_rows_that_are_wrong_are_found(changed: dict[str, Any], says: str) -> None:
+def test_wrong_rows_are_found(changed: dict[str, Any], says: str) -> None:
     assert list(seeds.problems(GOOD)) == []
     assert list(seeds.problems(GOOD | {"faults": [], "unplanted": "a layout"})) == []
     assert any(says in problem for problem in seeds.problems(GOOD | changed))

@@ -1,4 +1,4 @@
-"""What the site shows of the product is what the product has."""
+"""The site shows the product as it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOST = "tiers: [{type: host}, "
 
 
 def wrong(text: str) -> list[str]:
-    """What the schema finds wrong with a stack."""
+    """Return the schema's errors for a stack."""
     checker = jsonschema.Draft7Validator(SCHEMA)
     return [error.message for error in checker.iter_errors(yaml.safe_load(text))]
 
@@ -48,7 +48,7 @@ def test_the_drawings_are_current() -> None:
     assert set(drawings.FOLDER.iterdir()) == set(made)
 
 
-def test_a_plot_shows_what_is_in_its_table() -> None:
+def test_a_plot_shows_the_values_of_its_table() -> None:
     assert drawings.one("2026-11-23-shared-tiers.md", "redis put, 16 of 1 MiB", "ours") == 1.576
     plot = drawings.shared_tiers()
     assert ">1.576<" in plot
@@ -83,7 +83,7 @@ def test_a_tutorial_names_the_runs_of_its_demo(page: str, script: str, rows: int
     assert {name.removeprefix("control: ") for name in names} <= explained
 
 
-def test_a_symptom_is_in_the_words_of_the_product() -> None:
+def test_a_symptom_quotes_words_of_the_product() -> None:
     symptoms = [symptom for symptom, *_ in cells("docs/how-to/troubleshoot.md", "symptom")]
     quoted = {word for symptom in symptoms for word in re.findall(r"`([^`]+)`", symptom)}
     assert len(quoted) > 8
@@ -108,13 +108,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not [name for name in left if not name.startswith("decisions/0")]
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_description() -> None:
     lines = [line for line in settings.page().splitlines() if line.startswith("| `")]
     assert len(lines) > 80
     assert not [line for line in lines if line.endswith("|  |")]
 
 
-def test_the_schema_is_one_and_has_every_section_tier_and_codec() -> None:
+def test_the_schema_is_valid_and_has_every_section_tier_and_codec() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     assert {*keys_of(Sections), "tiers"} < set(SCHEMA["properties"])
     assert {f"tier-{name}" for name in BUILT_IN["tiers"]} < set(SCHEMA["$defs"])
@@ -123,7 +123,7 @@ def test_the_schema_is_one_and_has_every_section_tier_and_codec() -> None:
 
 
 @pytest.mark.parametrize("text", list(configurations()))
-def test_the_schema_accepts_what_pages_show(text: str) -> None:
+def test_the_schema_accepts_the_configurations_on_pages(text: str) -> None:
     assert not wrong(text)
 
 
@@ -140,7 +140,7 @@ def test_the_schema_accepts_what_pages_show(text: str) -> None:
         ("tiers: [{name: a}]", "'type' is a required property"),
     ],
 )
-def test_the_schema_refuses_what_a_start_refuses(text: str, says: str) -> None:
+def test_the_schema_refuses_configurations_that_a_start_refuses(text: str, says: str) -> None:
     assert any(says in one for one in wrong(text)), wrong(text)
 
 

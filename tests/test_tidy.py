@@ -51,7 +51,7 @@ CATCHES_ALL = {
 # An engine must outlive its connector.
 ENGINE_EDGE = re.compile(r"connectors/(vllm\w*|sglang|trtllm)/.*\.py")
 
-# What product code takes from outside instead of asking for it itself, and where it is made.
+# Services that product code takes from outside, and where they are made.
 CLOCKS = {"time.time", "time.time_ns", "time.sleep"}
 CLOCK_MAKER = "tiers/blocking.py"
 TEST_KIT = "kvladder/testing/"
@@ -93,7 +93,7 @@ def require(found: Iterable[str]) -> None:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
-def test_there_is_something_to_check():
+def test_sources_to_check_are_found():
     names = {source.name for source in product()}
     assert {"kvladder/arena.py", "tiers/base.py", "policy/eviction.py"} <= names
     assert not [name for name in names if name.startswith("kvladder/tiers/")]
@@ -103,7 +103,7 @@ def test_there_is_something_to_check():
 # ---- packaging
 
 
-def test_who_starts_vllm_is_named_where_it_is_run():
+def test_the_makefile_lists_every_file_of_tests_that_start_vllm():
     named = re.search(r"^STARTS_VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     marks = re.compile(r"^\s*(@|pytestmark = )pytest\.mark\.vllm\b", re.MULTILINE)
     marked = [source.name for source in everything() if marks.search(source.text)]
@@ -162,7 +162,7 @@ def test_lines_functions_and_files_are_short():
     require(offenders(too_long, everything()))
 
 
-def test_folders_can_be_overlooked():
+def test_folders_hold_few_files():
     for folder in sorted({Path(source.name).parent for source in product()}):
         files = [path for pattern in ("*.py", "*.c") for path in (ROOT / folder).glob(pattern)]
         files = [path for path in files if path.name != "__main__.py"]  # three lines, to run it
@@ -174,11 +174,11 @@ def undocumented(source: Source) -> Iterator[tuple[int, str]]:
         yield 1, "no docstring"
 
 
-def test_files_say_what_they_are():
+def test_files_have_docstrings():
     require(offenders(undocumented, everything()))
 
 
-# ---- what product code does not do
+# ---- forbidden in product code
 
 
 def own_clock_or_dice(source: Source) -> Iterator[tuple[int, str]]:
@@ -192,7 +192,7 @@ def own_clock_or_dice(source: Source) -> Iterator[tuple[int, str]]:
             yield line, f"{use}: a generator is injected"
 
 
-def test_product_code_asks_no_clock_and_no_dice_of_its_own():
+def test_product_code_takes_time_and_randomness_from_outside():
     require(offenders(own_clock_or_dice, product()))
 
 
@@ -274,7 +274,7 @@ def left_to_do(source: Source) -> Iterator[tuple[int, str]]:
             yield number, found[1]
 
 
-def test_nothing_is_left_to_do():
+def test_no_note_of_work_to_do_is_left():
     this = str(Path(__file__).relative_to(ROOT))  # it has examples
     require(offenders(left_to_do, [one for one in everything() if one.name != this]))
 
@@ -288,7 +288,7 @@ MESSAGES = (
 
 
 def same_names(sources: Iterable[Source]) -> list[str]:
-    """List classes of one name that several files define, but for messages of protocols."""
+    """List classes of one name that several files define, except messages of protocols."""
     first: dict[str, str] = {}
     found = list[str]()
     for source in sources:
@@ -313,7 +313,7 @@ def test_two_classes_of_one_name_are_found():
 # ---- nothing is shipped without its suite
 
 
-def test_what_is_shipped_passes_the_suites_for_third_parties():
+def test_shipped_classes_pass_the_suites_for_third_parties():
     tests = classes(one for one in everything() if one.name.startswith("tests/"))
     own = classes(product())
     for base, suite in SUITES.items():
@@ -382,7 +382,7 @@ BROKEN: list[tuple[Check, str, str, list[str]]] = [
 ]
 
 
-def test_each_rule_finds_what_it_forbids():
+def test_each_rule_finds_its_offenders():
     for check, name, text, lines in BROKEN:
         expected = [f"{name}:{line}" for line in lines]
         assert offenders(check, [Source(name, text)]) == expected

@@ -16,7 +16,7 @@ GENERATED = "seeds.md"
 
 
 def read() -> list[Path]:
-    """Return the files whose texts are checked: product code and pages, not decisions."""
+    """Return the checked files: product code and pages, not decisions."""
     found = [ROOT / name for name in PAGES]
     pages = sorted((ROOT / "docs").rglob("*.md"))
     found += [path for path in pages if path.name != GENERATED and path.parent.name != "decisions"]

@@ -2,8 +2,8 @@
 
 ``python arguments.py MODEL OTHER RESULTS [plain]``: MODEL is the folder of a tiny LLaVA, OTHER a
 link to it. Writes JSON: the fields of a plain engine's name, and for each field of vLLM's
-EngineArgs ``same``, ``other``, why the engine was refused, or that nobody has said how to change
-it. An argument that cannot be given here (on a CPU, to this model) stands in ``ELSEWHERE`` with the
+EngineArgs ``same``, ``other``, why the engine was refused, or that no change is defined. An
+argument that is impossible here (on a CPU, with this model) is listed in ``ELSEWHERE`` with the
 field of vLLM's configuration that it becomes.
 """
 
@@ -52,7 +52,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "numa_bind_cpus": {"numa_bind": True},
     "quantization": {"dtype": "bfloat16"},
 }
-"""What has to be given with and without an argument for it to count."""
+"""Settings needed, with and without an argument, for it to have an effect."""
 
 VALUES: dict[str, Any] = {
     "model_weights": "x", "served_model_name": "x", "runner": "generate", "convert": "none",
@@ -110,7 +110,7 @@ VALUES: dict[str, Any] = {
     "kv_offloading_size": 0.5,
     "kv_offloading_backend": "lmcache", "weight_transfer_config": {"backend": "nccl"},
 }  # fmt: skip
-"""By argument, another value. Numbers and switches that are not here are counted up and turned."""
+"""Another value for each argument. Numbers and switches not listed are counted up and flipped."""
 
 ELSEWHERE = {
     "enable_return_routed_experts": "AuxOutputConfig.enable_return_routed_experts",
@@ -169,7 +169,7 @@ ELSEWHERE = {
 
 
 def changed(field: Field[Any], model: str, other: str) -> Any:
-    """Another value for an argument; KeyError if there is none."""
+    """Return another value for an argument; raise KeyError if there is none."""
     if field.name in ("model", "tokenizer", "hf_config_path"):
         return other
     if field.name in VALUES:
@@ -199,7 +199,7 @@ def main() -> None:
     code = vllm_fingerprint.code_fields()
     vllm_fingerprint.code_fields = lambda: code  # looked for on the disk, and no argument's matter
     without: dict[str, dict[str, str]] = {}
-    """By what stands beside an argument, the name of an engine with that alone."""
+    """The name of an engine with only the settings beside an argument, by those settings."""
 
     def name(arguments: dict[str, Any]) -> dict[str, str]:
         given = EngineArgs(**BASE | {"model": model} | arguments)
@@ -224,7 +224,7 @@ def main() -> None:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM refuses in many ways
             found[field.name] = f"refused: {error}"
     Path(results).write_text(json.dumps(found))
-    os._exit(0)  # what vLLM left running in this process need not end
+    os._exit(0)  # vLLM's leftovers in this process need not end
 
 
 if __name__ == "__main__":

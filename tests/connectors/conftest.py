@@ -1,4 +1,4 @@
-"""What stands on vLLM runs with every version of it that is tested."""
+"""Tests of vLLM's interface run with every tested version of it."""
 
 from __future__ import annotations
 

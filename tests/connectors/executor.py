@@ -1,10 +1,10 @@
-"""TensorRT-LLM's executor as far as its connectors see it, on a CPU, with as many ranks as wanted.
+"""TensorRT-LLM's executor as its connectors see it, on a CPU, with any number of ranks.
 
-It keeps the rules of its PyTorch back end: both halves are made at once in two threads, a request
-is asked for once, each step is told once to the scheduler's half, and what that answers crosses
-to every rank pickled; hooks come in the order of a step, of the ends of requests only those count
-that all ranks report, and ids that were not handed in are an error. KV is a function of all tokens
-before it, of the adapter and of the rank, so wrong KV is seen.
+It keeps the rules of the PyTorch back end. Both halves are made at once in two threads. The
+scheduler's half is asked once for each request and called once for each step; its answer is pickled
+and sent to every rank. Hooks are called in the order of a step. A request has ended once all ranks
+report it, and unknown ids are an error. KV is a function of all earlier tokens, of the adapter and
+of the rank, so wrong KV is detected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERS = count()
 
 @dataclass
 class RequestData:
-    """What a step says of a request; lists hold what is new."""
+    """The part of a step's data that concerns one request; lists hold only new items."""
 
     request_id: int
     new_tokens: list[int]
@@ -39,21 +39,21 @@ class RequestData:
     computed_position: int
     num_scheduled_tokens: int
     priorities: list[int] | None = None
-    """Of the new blocks, in every step, if the request says what it is worth."""
+    """Priorities of the new blocks, in every step, if the request sets a priority."""
     cache_salt: str | None = None
     block_hashes: list[int] = field(default_factory=lambda: [next(_NUMBERS)])
-    """For events: of 64 bits, and other ones here each time."""
+    """Hashes for events, of 64 bits; they differ each time here."""
 
 
 @dataclass
 class Answer:
-    """What became of a request."""
+    """The outcome of a request."""
 
     matched: int
     right: bool
-    """Whether all KV of whole blocks is what it should be, on all ranks."""
+    """Whether all KV of whole blocks is right, on all ranks."""
     saves: bool
-    """Whether its blocks were kept for a save when it was over."""
+    """Whether its blocks were kept for a save at its end."""
 
 
 def args_of(model: str = "m", *, ranks: int = 1, **more: Any) -> SimpleNamespace:
@@ -63,7 +63,7 @@ def args_of(model: str = "m", *, ranks: int = 1, **more: Any) -> SimpleNamespace
 
 
 def kv_of(tokens: Sequence[int], index: int, rank: int, lora: object) -> torch.Tensor:
-    """The KV of a block of a prompt; ``lora`` is what its adapter consists of."""
+    """Return the KV of a block of a prompt; ``lora`` is the content of its adapter."""
     told = repr(([*tokens[: (index + 1) * BLOCK]], rank, lora))
     seed = int.from_bytes(hashlib.sha256(told.encode()).digest()[:4], "big")
     return torch.randn(LAYERS, 2, ELEMENTS, generator=torch.Generator().manual_seed(seed))
@@ -104,7 +104,7 @@ class Executor:
         self.scheduler.wait_for_initialization()
         self.free = list(range(BLOCKS))
         self.adapters: dict[int, str] = {}
-        """By number, what an adapter consists of; a client may give a number to another one."""
+        """The content of each adapter by number; a client may give a number to another one."""
         self._number = 0
         self._kept: dict[int, list[int]] = {}
         self._said: dict[int, set[int]] = {}
@@ -132,11 +132,11 @@ class Executor:
         by_step: bool = False,
         **more: Any,
     ) -> Answer:
-        """One request: its prompt in steps of ``at_once`` tokens, then ``answer`` one by one.
+        """Run one request: its prompt in steps of ``at_once`` tokens, then ``answer`` one by one.
 
-        ``own`` tokens are in TensorRT-LLM's cache already. Blocks are told all at once, or
-        ``by_step`` as the second version of its KV cache manager does: those of the first step
-        when they are allocated, and the others with their steps.
+        ``own`` tokens are in TensorRT-LLM's cache already. The connector learns all blocks at once.
+        With ``by_step`` it learns those of the first step at their allocation, and the others with
+        their steps, as in the second version of the KV cache manager.
         """
         request = self.request(tokens, **more)
         matched, is_async = self.scheduler.get_num_new_matched_tokens(request, own)
@@ -196,7 +196,7 @@ class Executor:
         cached: list[RequestData],
         compute: Callable[[Rank], None] = lambda rank: None,
     ) -> None:
-        """One step: what is scheduled, the hooks, and ``compute`` in place of a forward pass."""
+        """Run one step: schedule, call the hooks, and ``compute`` in place of a forward pass."""
         output = SimpleNamespace(new_requests=new, cached_requests=cached)
         told = pickle.dumps(self.scheduler.build_connector_meta(output))
         for rank in self.ranks:
@@ -213,7 +213,7 @@ class Executor:
         self.finish([])
 
     def _over(self, request: Any, ids: list[int]) -> bool:
-        """A request is over: its blocks are free, at once or when all ranks say so."""
+        """Free the blocks of an ended request, at once or when all ranks report it."""
         if not self.scheduler.request_finished(request, ids):
             self.free += ids
             return False
@@ -223,7 +223,7 @@ class Executor:
         return True
 
     def finish(self, handed: list[int]) -> None:
-        """Ask all ranks which requests' blocks are free."""
+        """Ask all ranks for the requests whose blocks are free."""
         for rank in self.ranks:
             saved, loaded = rank.worker.get_finished(handed, [])
             assert not loaded

@@ -1,4 +1,4 @@
-"""A copier whose every delay and failure is the test's."""
+"""A copier with delays and failures chosen by the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvladder.gpu.copy.pages import Parts
 
 
 class LazyCopier(Copier):
-    """Copies when it is asked to wait, or at some later poll, in any order; or fails."""
+    """Copies on a wait or at some later poll, in any order; or fails."""
 
     def __init__(self, parts: Parts, arena: Arena, *, random: Random) -> None:
         self._real = CpuCopier(parts, arena)
@@ -25,7 +25,7 @@ class LazyCopier(Copier):
         self.layered: set[JobId] = set()
         """The jobs that went by layer so far."""
         self.held = False
-        """Whether nothing ends unless somebody waits for it."""
+        """Whether jobs end only when a caller waits for them."""
 
     def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
         self._waiting.append(job)
@@ -59,7 +59,7 @@ class LazyCopier(Copier):
         self._real.wait(ids)
 
     def rest(self, timeout_s: float) -> None:
-        """Nothing goes on elsewhere."""
+        """Do nothing: no work runs elsewhere."""
 
     def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
         if layer is None:

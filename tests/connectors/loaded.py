@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FakeLoaded:
-    """What a rank has in memory, as ``weights.Loaded`` tells it."""
+    """The weights of a rank in memory, with the interface of ``weights.Loaded``."""
 
     def __init__(
         self, content: bytes = b"first", *, failing: Exception | None = None, loras: Any = None
@@ -16,16 +16,16 @@ class FakeLoaded:
         self.loras = loras
         """vLLM's worker manager of LoRA adapters."""
         self.looked = 0
-        """How often all of it was read."""
+        """The number of full reads."""
         self.failing = failing
         self._touched = False
 
     def __call__(self, layers: Any) -> Any:
-        """As a worker half makes it."""
+        """Return itself, as a worker half constructs it."""
         return self
 
     def load(self, content: bytes, *, noticed: bool = True) -> None:
-        """Others are in memory now; ``noticed`` by what watches them."""
+        """Put other weights in memory; ``noticed`` says whether the watch sees it."""
         self.content = content
         self._touched = self._touched or noticed
 

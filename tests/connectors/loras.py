@@ -31,12 +31,12 @@ class Registered(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
 
 class Loras(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
-    """What one rank's model runner asks for adapters."""
+    """The adapters of one rank's model runner."""
 
     def __init__(self, slots: int = 2, capacity: int = 2) -> None:
         self._adapter_manager = Registered(slots, capacity)
         self.reads = 0
-        """How often files were read."""
+        """The number of file reads."""
         self.failing: Exception | None = None
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
@@ -48,7 +48,7 @@ class Loras(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return LoRAModel(lora_request.lora_int_id, 1, {"layer": weights})
 
     def contents(self) -> dict[int, int]:
-        """By an adapter's number, the number in its file, as far as they are in memory."""
+        """Return the number in the file of each adapter in memory, by adapter number."""
         held = self._adapter_manager.list_adapters()
         return {number: int(one.loras["layer"].lora_a) for number, one in held.items()}
 

@@ -1,4 +1,4 @@
-"""vLLM's configurations of models with every mix of groups, for the simulation beside this."""
+"""vLLM's configurations of models with every mix of groups, for the simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, list[tuple[str, int]]] = {
     "states": [("state", 8), ("state", 8), ("full", 8)],
     "all": [("full", 8), ("window", 4), ("state", 16)],
 }
-"""By name, the groups of a model: kind and tokens per block."""
+"""The groups of each model by name: kind and tokens per block."""
 
 
 PLAIN: dict[str, Any] = {
@@ -36,11 +36,11 @@ PLAIN: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 256,
 }
-"""The ``config.json`` of the model that vLLM is told of; nothing of it is computed."""
+"""The ``config.json`` of vLLM's model; nothing of it is computed."""
 
 
 def spec(kind: str, tokens: int, page: int, retention: int | None = None) -> Any:
-    """vLLM's specification of a group whose blocks take ``page`` bytes."""
+    """Return vLLM's specification of a group with blocks of ``page`` bytes."""
     from vllm.v1 import kv_cache_interface as vllm
 
     if kind == "state":

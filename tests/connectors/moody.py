@@ -15,7 +15,7 @@ from kvladder.tiers.memory import MemoryTier
 
 
 class MoodyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Its own settings."""
+    """Options of the moody tier."""
 
     seed: int = 0
     mood: float = 0.1

@@ -1,8 +1,8 @@
-"""A small engine that behaves as vLLM does towards both halves, and checks every byte it reads.
+"""A small engine that treats both halves as vLLM does, and checks every byte it reads.
 
-It keeps no prefix cache of its own, hands blocks out again at once and in any order, computes in
-parts, preempts, and aborts requests in every state. What a forward pass reads must be what the
-tokens before it wrote: each token writes a number that depends on its whole prefix.
+It has no prefix cache of its own, reuses blocks at once and in any order, computes prompts in
+parts, preempts, and aborts requests in every state. A forward pass must read the bytes that the
+earlier tokens wrote: each token writes a number that depends on its whole prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NULL = 0
 
 
 class Request:
-    """Like vLLM's, as far as the connector looks at it."""
+    """The part of vLLM's request that the connector reads."""
 
     def __init__(self, request_id: str, tokens: Sequence[int]) -> None:
         self.request_id = request_id
@@ -60,7 +60,7 @@ class Request:
             self.block_hashes.append(hashlib.sha256(repr(self.tokens[:end]).encode()).digest())
 
     def content(self, position: int) -> int:
-        """What the forward pass writes for a token."""
+        """Return the number that the forward pass writes for a token."""
         return int.from_bytes(
             hashlib.sha256(repr(self.tokens[: position + 1]).encode()).digest()[:6]
         )
@@ -84,7 +84,7 @@ class Entry:
 
 
 def kv_spec(kind: str, **attributes: Any) -> Any:
-    """A stand-in for one of vLLM's kinds of KV cache, which are told by their names."""
+    """Return a stand-in for one of vLLM's kinds of KV cache, which are recognized by name."""
     return type(kind, (), {"block_size": TOKENS, **attributes})()
 
 
@@ -137,7 +137,7 @@ class Engine:
         self.random = Random(seed)
         self.way = load
         self.expects: Callable[[Exception], bool] = lambda _: False
-        """Whether an error while a step is built is part of the test."""
+        """Whether the test expects an error while a step is built."""
         vllm_config, kv_config = configs(ranks=ranks)
         vllm_config.kv_transfer_config.kv_role = role
         kv_config.num_blocks = blocks
@@ -183,7 +183,7 @@ class Engine:
         self.read = 0
         self.steps = 0
 
-    # ---- what a user does
+    # ---- actions of a user
 
     def add(
         self,
@@ -216,7 +216,7 @@ class Engine:
         entry.state, entry.resumed = "waiting", not entry.new
 
     def run(self, steps_max: int = 2000) -> None:
-        """Step until every request is over and everything is copied."""
+        """Step until every request has ended and all copies are done."""
         for _ in range(steps_max):
             if not self.entries and not self.half.busy:
                 return
@@ -226,7 +226,7 @@ class Engine:
     # ---- one step
 
     def step(self, budget: int = 24) -> Any:
-        """Schedule, execute, take in what came out of it."""
+        """Schedule, execute, and process the output."""
         self.steps += 1
         scheduled: dict[str, int] = {}
         for entry in self.entries.values():
@@ -278,7 +278,7 @@ class Engine:
             worker.load(step, by_layer=by_layer)
 
     def _require_bad(self, garbled: Sequence[str]) -> None:
-        """Who read another token's KV must have been told that its blocks are bad."""
+        """Check that a request that read another token's KV was told that its blocks are bad."""
         bad = set[int]().union(*(worker._bad_blocks for worker in self.workers))
         for request_id in garbled:
             assert bad & set(self.entries[request_id].table), (
@@ -297,7 +297,7 @@ class Engine:
         return True
 
     def _schedule(self, entry: Entry, scheduled: dict[str, int], budget: int) -> int:
-        """Let a running request go on as far as there is room; younger ones give way to it."""
+        """Let a running request continue as far as there is room, preempting younger ones."""
         request = entry.request
         if request.num_computed_tokens == len(entry.table) * TOKENS and not self.free:
             self._make_room(entry, scheduled)
@@ -310,7 +310,7 @@ class Engine:
         return count
 
     def _make_room(self, entry: Entry, scheduled: dict[str, int]) -> None:
-        """Have the youngest other request that holds blocks give way, unless it is loading."""
+        """Preempt the youngest other request that holds blocks, unless it is loading."""
         for victim in reversed(self.entries.values()):
             if victim.table and victim is not entry and victim.state in {"running", "waiting"}:
                 scheduled.pop(victim.request.request_id, None)
@@ -318,7 +318,7 @@ class Engine:
                 return
 
     def _admit(self, entry: Entry, scheduled: dict[str, int], budget: int) -> int:
-        """Let a waiting request run, or load; room for all of it is there before it is told."""
+        """Let a waiting request run or load once there is room for all of it."""
         request = entry.request
         external, is_async = 0, False
         if request.num_computed_tokens == 0:
@@ -372,7 +372,7 @@ class Engine:
         )
 
     def _forward(self, scheduled: dict[str, int]) -> list[str]:
-        """Read all that came before, layer by layer, and write what is new; who read garbage."""
+        """Read all earlier tokens by layer and write new ones; return requests with garbage."""
         garbled: set[str] = set()
         for layer in range(LAYERS):
             for worker in self.workers:

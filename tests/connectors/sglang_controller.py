@@ -1,9 +1,9 @@
-"""SGLang's cache controller as far as a storage sees it: its threads, and what it makes of answers.
+"""SGLang's cache controller as a storage sees it: its threads, and its treatment of answers.
 
-Each storage is asked by one thread, read by another and written by a third, in batches of at most
-128 pages. The leading True of an answer count, a False ends the whole operation, an exception
-costs the batch. SGLang waits ten seconds for the threads when it flushes; here nothing is timed,
-but a test fails if they do not end.
+One thread looks pages up in a storage, another one reads and a third one writes, in batches of at
+most 128 pages. Only the leading True of an answer count, a False ends the whole operation, and an
+exception costs the batch. SGLang waits ten seconds for the threads when it flushes. Here nothing is
+timed, but a test fails if the threads do not end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE_BYTES = 2 * LAYERS * PAGE * HEADS * DIM * 2
 
 
 class Pool:
-    """A host pool: K and V of a page lie in two halves of one tensor."""
+    """A host pool: one tensor holds K and V of a page in its two halves."""
 
     page_size, dtype, layer_num, head_num, head_dim, v_head_dim = (
         PAGE, torch.bfloat16, LAYERS, HEADS, DIM, DIM,
@@ -110,7 +110,7 @@ def rows(first: int, count: int) -> torch.Tensor:
 
 
 def config(extra: dict[str, Any] | None, **changes: Any) -> SimpleNamespace:
-    """What SGLang tells a storage of its rank."""
+    """Return the settings of a rank that SGLang passes to a storage."""
     told = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
         "attn_cp_size": 1, "dcp_rank": 0, "dcp_size": 1, "dp_rank": 0, "is_mla_model": False,
@@ -125,10 +125,10 @@ class Controller:
     def __init__(self, storage: Any, *, is_writer: bool = True):
         self.storage_backend = storage
         self.refused: list[str] = []
-        """Digests of batches that SGLang says have failed."""
+        """Digests of batches that SGLang reports as failed."""
         self.errors: list[BaseException] = []
         self.prefetch_hit_queue: Queue[Any] = Queue()
-        """What was found for requests, and is to be read."""
+        """The pages found for requests, to be read."""
         self._is_writer = is_writer
         self._queues: dict[str, Queue[Any]] = {}
         self._threads: list[threading.Thread] = []
@@ -145,7 +145,7 @@ class Controller:
             done.put(work())
 
     def begin(self, name: str, work: Callable[[], Any]) -> Queue[Any]:
-        """Have one of the threads do something; where its result comes."""
+        """Run a function in one of the threads; return the queue of its result."""
         done: Queue[Any] = Queue()
         self._queues[name].put((work, done))
         return done
@@ -154,7 +154,7 @@ class Controller:
         return self.begin(name, work).get(timeout=PATIENCE_S)
 
     def exists(self, keys: list[str]) -> int:
-        """How many leading pages there are, batch by batch."""
+        """Return the number of leading pages in the storage, batch by batch."""
 
         def work() -> int:
             found = 0
@@ -169,7 +169,7 @@ class Controller:
         return int(self._do("exists", work))
 
     def prefetch(self, keys: list[str], indices: torch.Tensor) -> int:
-        """Pages that come up for a request: it asks first, and reads what there is said to be."""
+        """Prefetch pages for a request: ask first, then read the pages reported."""
         found = self.exists(keys)
         return self.get(keys[:found], indices[: found * PAGE])
 
@@ -181,12 +181,12 @@ class Controller:
         self.prefetch_hit_queue.put(found)
 
     def read(self, operation: Any) -> None:
-        """Read what was found for a request to the beginning of the pool."""
+        """Read the pages found for a request to the beginning of the pool."""
         pages = len(operation.hash_value)
         operation.completed = self.get(operation.hash_value, rows(0, pages))
 
     def get(self, keys: list[str], indices: torch.Tensor) -> int:
-        """Pages that come up, batch by batch."""
+        """Read pages, batch by batch."""
 
         def work() -> int:
             completed = 0
@@ -207,7 +207,7 @@ class Controller:
         return int(self._do("get", work))
 
     def backup(self, keys: list[str], indices: torch.Tensor | None = None) -> int:
-        """Pages that are stored; no batch is offered behind one with a False in it."""
+        """Store pages; no batch follows one with a False in its answer."""
         given = rows(0, len(keys)) if indices is None else indices
 
         def work() -> int:

@@ -1,6 +1,6 @@
-"""As much of SGLang as the connector imports, where SGLang itself is not wanted.
+"""The part of SGLang that the connector imports, for tests without SGLang.
 
-``test_sglang_signatures.py`` compares it with the version that is pinned.
+``test_sglang_signatures.py`` compares it with the pinned version.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ModelRunner:
 
 @dataclass
 class LoRARef:
-    """What an adapter is called."""
+    """The name of an adapter."""
 
     lora_id: str
     lora_name: str
@@ -164,7 +164,7 @@ class PoolTransfer:
 
 @dataclass
 class PoolTransferResult:
-    """What the pools have of a prefix."""
+    """The part of a prefix that the pools hold."""
 
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
@@ -172,7 +172,7 @@ class PoolTransferResult:
 
 
 class Core:
-    """The core of the tree: which pages a node has, and whose they are."""
+    """The core of the tree: the pages of each node, and their owners."""
 
     def __init__(self):
         self.nodes = {}
@@ -186,7 +186,7 @@ class Core:
 
 
 class UnifiedRadixCache:
-    """The tree, as far as pages are handed from it to the storage."""
+    """The part of the tree that hands pages to the storage."""
 
     def __init__(self, params):
         self.params = params
@@ -199,7 +199,7 @@ class UnifiedRadixCache:
         self.tree_core.nodes.clear()
 
     def checkpoint_into_tree(self, req, *, up_to, **kwargs):
-        """A request's pages come in as a node of their own."""
+        """Insert a request's pages as a node of their own."""
         self.tree_core.nodes[req.rid] = (req.keys[:up_to], req.cache_salt)
         self._execute_and_commit_kv_backup(SimpleNamespace(node_ids=[req.rid]))
 
@@ -219,7 +219,7 @@ class UnifiedRadixCache:
         self.cache_controller.backup(entry.keys_by_pool["kv"])
 
     def drain_storage_control_queues(self):
-        """What was found for requests is read."""
+        """Read the pages that were found for requests."""
         while not self.cache_controller.prefetch_hit_queue.empty():
             self.cache_controller.read(self.cache_controller.prefetch_hit_queue.get())
 
@@ -234,7 +234,7 @@ WATCHED = (
 
 
 def forget_watches(monkeypatch):
-    """Undo what a test has done to these classes, when it ends."""
+    """Undo a test's changes to these classes when it ends."""
     for kind, name in WATCHED:
         monkeypatch.setattr(kind, name, getattr(kind, name))
 
@@ -246,7 +246,7 @@ class Bag:
         self.__dict__.update(values)
 
     def paths(self, namespace):
-        """By name, the namespace of each setting in it and below it."""
+        """Return the namespace of each setting in it and below it, by name."""
         found: dict[str, str] = {}
         for name, value in vars(self).items():
             if isinstance(value, Bag):
@@ -280,11 +280,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "observability": {"forward_hooks": None},
 }  # fmt: skip
-"""What SGLang has where it is not told otherwise."""
+"""SGLang's default settings."""
 registry: dict[str, Any] = {}
 bags: dict[str, Bag] = {}
 target = ModelRunner()
-"""Of this process, as SGLang's scheduler has one."""
+"""The model runner of this process, as in SGLang's scheduler."""
 
 
 def give(model_path: str, **changes: Any) -> None:
@@ -299,7 +299,7 @@ def give(model_path: str, **changes: Any) -> None:
 
 
 class ServerArgs:
-    """What the server was given."""
+    """The arguments of the server."""
 
 
 DERIVED = frozenset(("dp_rank", "num_dp_ranks"))
@@ -307,7 +307,7 @@ DERIVED = frozenset(("dp_rank", "num_dp_ranks"))
 
 
 def namespace_of(kind):
-    """By name, the namespace of each server argument."""
+    """Return the namespace of each server argument, by name."""
     assert kind is ServerArgs
     paths = {field: at for name, bag in bags.items() for field, at in bag.paths(name).items()}
     return {field: at for field, at in paths.items() if field not in DERIVED}

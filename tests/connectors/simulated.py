@@ -1,12 +1,12 @@
-"""vLLM's own scheduler, block pool and managers of groups over a model that is a few numbers.
+"""vLLM's own scheduler, block pool and managers of groups over a model of a few numbers.
 
-What vLLM decides is real: windows whose blocks are freed, states that move, preemption, its own
-prefix cache, hand-offs. A forward pass is not: each token writes two numbers into each group's
-block that depend on its whole prefix, and before that it reads what its kind of attention reads,
-and finds what the tokens before it wrote, or the test fails. All groups share the same bytes.
-In what is written is also which weights and which LoRA adapter wrote it, or that several had a part
-in it. What the cache gives back must have been written by those in memory then, and by them alone.
-Adapters are read, and make way for others, as vLLM's own worker does it: ``loras``.
+vLLM's decisions are real: blocks that leave a window, states that move, preemption, its own prefix
+cache, hand-offs. A forward pass is simulated: each token first reads the blocks that its kind of
+attention reads, and the test fails unless they hold the bytes of the earlier tokens. Then it writes
+two numbers, which depend on its whole prefix, into each group's block. All groups share the same
+bytes. The numbers also name the weights and the LoRA adapter that wrote them, or say that several
+did. Blocks from the cache must come from the weights and the adapter in memory alone. Adapters are
+read and evicted as by vLLM's own worker: ``loras``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tests.connectors.mixes import MODELS, SECTION, WINDOW, vllm_configs
 Numbers = npt.NDArray[np.int64]
 
 STAMP = 1000
-"""Times the number of the weights, this is added to what they write."""
+"""The step between the numbers written by successive weights."""
 WEIGHTS = 3
-"""How many weights there are; an adapter's content times this is added to their number."""
+"""The number of weights; an adapter adds its content times this to their number."""
 MIXED = 99
 """Stands for several weights."""
 
@@ -83,7 +83,7 @@ class Rank:
 
 @dataclass
 class Tracked:
-    """What the model runner keeps of a request."""
+    """The record of a request in the model runner."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -139,7 +139,7 @@ class Simulation:
         self.server = Server(folder, [rank.loras for rank in self.ranks])
         self.scheduler = self._scheduler(block_size, hash_size)
         self.connector: Any = self.scheduler.connector
-        self.connector.notices = self  # what its edges swallow fails the test
+        self.connector.notices = self  # an error that its edges swallow fails the test
         described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
         self.connector.set_xfer_handshake_metadata_pp_aware(described)
         self.half = self.connector.scheduler.running
@@ -149,15 +149,15 @@ class Simulation:
         self._salts: dict[str, str | None] = {}
         self._loras: dict[str, Any] = {}
         self._contents: dict[int, int] = {}
-        """By number, what an adapter was when it was in memory for the last time."""
+        """The content of each adapter when it was last in memory, by number."""
         self._reported: dict[str, int] = {}
         self._count = 0
         self.answers: dict[str, list[int]] = {}
         self.reads = self.steps = self.failures = 0
         self.weights = 0
-        """Which weights are in memory."""
+        """The number of the weights in memory."""
         self._filled: dict[tuple[int, int], int] = {}
-        """By group and block that is filled from the cache, who has to have written it."""
+        """The required writer of each block being filled from the cache, by group and block."""
         self.hits = 0
         """Tokens that came from the connector, as vLLM counts them."""
 
@@ -182,7 +182,7 @@ class Simulation:
         if kind in dir(self.connector):
             raise AssertionError(message)
 
-    # ---- what a user does
+    # ---- actions of a user
 
     def add(
         self,
@@ -219,7 +219,7 @@ class Simulation:
 
     @property
     def requests(self) -> dict[str, Any]:
-        """Those that are not over, by id."""
+        """Unfinished requests by id."""
         over = self._over
         return {i: r for i, r in self.scheduler.requests.items() if not over(r.status)}
 
@@ -233,19 +233,19 @@ class Simulation:
 
     def reset(self, *, running: bool = False, connector: bool = False) -> None:
         """Drop vLLM's prefix cache, every running request given up for now."""
-        with suppress(RuntimeError):  # it cannot while blocks are being loaded, and says so
+        with suppress(RuntimeError):  # vLLM refuses this while blocks are being loaded, and says so
             self.scheduler.reset_prefix_cache(reset_running_requests=running)
         if connector:
             assert self.scheduler.reset_connector_cache()
 
     def reload(self, weights: int, *, noticed: bool) -> None:
-        """Others are in memory from now on; ``noticed`` by the worker halves."""
+        """Put other weights in memory; ``noticed`` by the worker halves."""
         self.weights = weights
         for rank in self.ranks:
             rank.models.load(b"%d" % weights, noticed=noticed)
 
     def run(self, steps_max: int = 3000) -> None:
-        """Step until every request is over and everything is copied."""
+        """Step until every request has ended and all copies are done."""
         for _ in range(steps_max):
             if not self.scheduler.has_requests() and not self._launched and not self.half.busy:
                 return
@@ -255,7 +255,7 @@ class Simulation:
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, execute, and take in what came out of it, or of the step before."""
+        """Schedule, execute, and process the output of this step or the one before."""
         self.steps += 1
         output = self.scheduler.schedule()
         self._launched.append((output, self._execute(output)))
@@ -312,7 +312,7 @@ class Simulation:
         )
 
     def _writer(self, request_id: str) -> int:
-        """Which weights, and which adapter, what is computed for a request now is of."""
+        """Return the weights and the adapter that compute a request now."""
         lora = self._loras[request_id]
         if lora is None:
             return self.weights
@@ -331,7 +331,7 @@ class Simulation:
                 rank.loras.set_active_adapters(wanted, None)
 
     def _prepare(self, output: Any) -> None:
-        """Write what a step writes to blocks before its forward pass."""
+        """Perform the writes of a step that precede its forward pass."""
         for rank in self.ranks:
             rank.raw[list(output.new_block_ids_to_zero or ())] = 0
             for copy in output.kv_cache_block_copies or ():
@@ -356,7 +356,7 @@ class Simulation:
                 rank.views[index][target] = rank.views[index][source]
 
     def _by_all(self, received: list[set[str]]) -> set[str]:
-        """As vLLM's aggregator: requests that all ranks have reported."""
+        """Return requests that all ranks have reported, as vLLM's aggregator does."""
         reported = self._reported
         for one in received:
             for request_id in one:
@@ -398,7 +398,7 @@ class Simulation:
         return np.array(found, dtype=np.int64).reshape(end, 2)
 
     def _compute(self, request_id: str, count: int) -> list[int]:
-        """Read what came before, write what is new; the next token, once all are there."""
+        """Read the earlier tokens and write new ones; return the next token once all are there."""
         sequence = self._alive[request_id]
         start, end = sequence.computed, sequence.computed + count
         content = self._content(sequence, self._salts[request_id], end)
@@ -432,7 +432,7 @@ class Simulation:
     def _read(
         self, rank: Rank, request_id: str, index: int, content: Numbers, start: int
     ) -> set[int]:
-        """Read what a group reads of the first ``start`` tokens; which weights wrote it."""
+        """Read the first ``start`` tokens as a group does; return the weights that wrote them."""
         kind, tokens = self.groups[index]
         sequence = self._alive[request_id]
         where = f"step {self.steps}: {request_id} at {start} reads another's KV: {kind} {index}"

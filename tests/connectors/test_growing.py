@@ -1,4 +1,4 @@
-"""Caches that grow in place: what models say with them is what they say without."""
+"""Caches that grow in place: models give the same answers with and without them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_thread():
 
 
 def say(model: Any, prompt: list[int], cache: Any = None, new: int = NEW, **way: Any) -> Any:
-    """What the model says after a prompt; with ``cache``, or one that it makes."""
+    """Return a model's tokens after a prompt; with ``cache``, or one that it makes."""
     torch.manual_seed(5)
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **way}
@@ -58,7 +58,7 @@ def say(model: Any, prompt: list[int], cache: Any = None, new: int = NEW, **way:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_said_is_the_same(name: str, way: str) -> None:
+def test_a_growing_cache_gives_the_same_answers(name: str, way: str) -> None:
     model = make_model(name)
     (prompt,) = prompts_of(1)
     if way == "drafts":
@@ -114,7 +114,7 @@ def test_windows_hold_no_more_than_they_see_and_a_step(window: int) -> None:
             assert each <= held * 2 * 16 * 4  # heads, size, bytes of a number
 
 
-def test_beams_take_over_what_they_do_not_have_in_common(monkeypatch: Any) -> None:
+def test_beams_copy_only_tokens_that_they_do_not_share(monkeypatch: Any) -> None:
     from kvladder.connectors.transformers import growing
 
     moved: list[int] = []
@@ -129,7 +129,7 @@ def test_beams_take_over_what_they_do_not_have_in_common(monkeypatch: Any) -> No
     (prompt,) = prompts_of(1, shared=200)
     say(model, prompt, GrowingCache(model.config), num_beams=4)
     first, rest = moved[:6], moved[6:]
-    assert first == [3 * len(prompt)] * 6  # all go on from the first
+    assert first == [3 * len(prompt)] * 6  # all continue from the first
     assert 0 < max(rest) <= 3 * NEW + NEW
 
 
@@ -149,13 +149,13 @@ STAYS = {
     **dict.fromkeys(("offloaded", "cropped", "reordered"), (True, True)),
     "copied": (False, True),
 }
-"""Whether keys, and values, are still where they were, on a CPU; else neither."""
+"""Whether keys and values keep their addresses on a CPU; else neither does."""
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
-    """Also between a pass in inference mode and one outside."""
+def test_a_cache_stays_right_after_every_kind_of_change(change: str, mode: Any) -> None:
+    """Also test changes between a pass in inference mode and one outside."""
     model = make_model()
     (prompt,) = prompts_of(1)
     caches = GrowingCache(model.config, step=16), DynamicCache(config=model.config)
@@ -174,7 +174,7 @@ def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
 
 
-def test_gradients_go_through_it() -> None:
+def test_gradients_pass_through_a_growing_cache() -> None:
     model = make_model()
     (prompt,) = prompts_of(1)
     found: list[torch.Tensor] = []
@@ -187,7 +187,9 @@ def test_gradients_go_through_it() -> None:
 
 
 @pytest.mark.parametrize(("way", "rows"), [("greedy", 1), ("samples", 3), ("beams", 4)])
-def test_prompts_begin_with_what_others_computed(way: str, rows: int, tmp_path: Path) -> None:
+def test_prompts_begin_with_prefixes_that_others_computed(
+    way: str, rows: int, tmp_path: Path
+) -> None:
     model = make_model()
     first, second = prompts_of(2)
     files = {"type": "files", "path": str(tmp_path), "capacity": "16 MiB", "when": "commit"}
@@ -210,11 +212,11 @@ def test_prompts_begin_with_what_others_computed(way: str, rows: int, tmp_path: 
 
 
 ENDS = (7, 11, 29)
-"""Every so many tokens ends a text, so that beams end early."""
+"""End tokens, frequent enough for beams to end early."""
 
 
 @pytest.mark.parametrize("every", [0, *ENDS])
-def test_of_beams_no_more_is_kept_than_all_of_them_have(every: int) -> None:
+def test_only_tokens_common_to_all_beams_are_kept(every: int) -> None:
     """Any of them may be the answer, and the row of one that ended belongs to another since."""
     model = make_model()
     ends = list(range(3, 256, every)) if every else None
@@ -230,7 +232,7 @@ def test_of_beams_no_more_is_kept_than_all_of_them_have(every: int) -> None:
             assert say(model, text, again) == say(model, text)
 
 
-def test_rows_that_changed_places_know_what_they_have_in_common() -> None:
+def test_reordered_rows_know_their_common_tokens() -> None:
     model, (prompt,) = make_model(), prompts_of(1)
     cache = GrowingCache(model.config)
     with torch.inference_mode():
@@ -258,7 +260,7 @@ def test_rows_that_changed_places_know_what_they_have_in_common() -> None:
 @pytest.mark.parametrize("kind", [GrowingCache, DynamicCache])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
-    """Neither under their tokens alone, which are elsewhere, nor under those and the padding."""
+    """Rows are kept neither under their tokens alone, at other positions, nor with the padding."""
     model = make_model()
     rows = [[0] * 6 + [5, 6, 7] * 6, list(range(24))]
     ids, mask = torch.tensor(rows), torch.tensor([[0] * 6 + [1] * 18, [1] * 24])
@@ -279,7 +281,7 @@ def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
 
 
 def test_tokens_that_generate_takes_for_padding_are_not_kept() -> None:
-    """Without a mask it makes one, and prompts with pad tokens in them have others' places."""
+    """Without a mask ``generate`` makes one, which shifts prompts that contain pad tokens."""
     model, (prompt,) = make_model(), prompts_of(1)
     prompt = [0, *(token or 1 for token in prompt)]
     with Prefixes(model, STACK, block_tokens=4) as prefixes:
@@ -291,7 +293,9 @@ def test_tokens_that_generate_takes_for_padding_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize(("kind", "same"), [(GrowingCache, False), (DynamicCache, True)])
-def test_tensors_that_were_taken_before_a_crop(kind: Any, same: bool) -> None:
+def test_new_tokens_after_a_crop_overwrite_tensors_of_a_growing_cache(
+    kind: Any, same: bool
+) -> None:
     model, (prompt,) = make_model(), prompts_of(1)
     cache = kind(config=model.config)
     with torch.inference_mode():
@@ -303,7 +307,7 @@ def test_tensors_that_were_taken_before_a_crop(kind: Any, same: bool) -> None:
     assert torch.equal(keys, before) == same
 
 
-def test_models_of_states_alone_take_no_such_cache() -> None:
+def test_models_with_only_states_are_refused() -> None:
     model = recurrent_model("mamba2")
     with pytest.raises(ValueError, match="past_key_values"):
         say(model, [1, 2, 3], GrowingCache(model.config))
@@ -348,7 +352,7 @@ def test_tokens_that_a_cache_does_not_hold_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_numbers_of_16_bits_are_kept_as_well(name: str, dtype: torch.dtype) -> None:
+def test_16_bit_numbers_are_kept_too(name: str, dtype: torch.dtype) -> None:
     """Layers compute them a little otherwise, many tokens at once or one at a time."""
     model = make_model(name).to(dtype)
     (prompt,) = prompts_of(1)
@@ -384,7 +388,7 @@ def test_models_and_caches_that_do_not_fit_are_refused() -> None:
 def test_a_cache_of_another_model_is_refused(of: dict[str, Any], says: str) -> None:
     model, prompt = make_model(), prompts_of(1)[0]
     cache = GrowingCache(make_model(**of).config)
-    if "num_hidden_layers" not in of:  # what it holds tells them apart
+    if "num_hidden_layers" not in of:  # the content differs
         say(make_model(**of), prompt, cache, 1)
     with pytest.raises(LayoutError, match=rf"{says} \(a cache of this model's own"):
         model(torch.tensor([prompt]), past_key_values=cache)

@@ -50,10 +50,10 @@ def test_a_prompt_that_was_saved_is_loaded_into_other_blocks(manager: CacheManag
 
 @pytest.mark.parametrize("limit", [PRIORITY_MAX, 50])
 @pytest.mark.parametrize("known", [range(0), range(1, 5)])
-def test_a_prefix_that_is_saved_in_pieces_has_the_floors_of_one_that_is_saved_at_once(
+def test_a_prefix_saved_in_pieces_has_the_same_floors_as_one_saved_at_once(
     limit: int, known: range
 ) -> None:
-    """Also where blocks are cached already, or where ``limits.priority`` is below a priority."""
+    """Also with cached blocks, and with ``limits.priority`` below a priority."""
     host = {"type": "host", "min_priority": 0}
     source = {"arena": {"size": "1 MiB"}, "tiers": [host], "limits": {"priority": limit}}
     priorities = [(90, None), (40, None), (70, None), (20, None), (60, None), (80, None)]
@@ -82,7 +82,7 @@ def test_a_prefix_that_is_saved_in_pieces_has_the_floors_of_one_that_is_saved_at
     assert len(floors[0]) == 6
 
 
-def test_what_is_cached_is_not_copied_again(manager: CacheManager) -> None:
+def test_cached_blocks_are_not_copied_again(manager: CacheManager) -> None:
     connector = InlineConnector(manager, make_kv())
     keys = connector.keys(range(64))
     connector.wait(connector.save(keys[:3], [0, 1, 2]))
@@ -202,7 +202,7 @@ def test_a_failed_load_forgets_its_blocks(manager: CacheManager) -> None:
     assert ranks.hits(KEYS[2:]) == 2
 
 
-def test_closing_gives_up_what_has_not_ended(manager: CacheManager) -> None:
+def test_closing_drops_unfinished_jobs(manager: CacheManager) -> None:
     ranks = Ranks(manager, 2)
     saved(ranks, 2)
     job = ranks.save(KEYS[2:4], [2, 3]).job
@@ -225,7 +225,7 @@ def test_more_blocks_than_matched_are_refused_and_nothing_stays_pinned(
     assert {manager.arena.claims(slot) for slot in ranks.jobs[0].slots} == {1}
 
 
-def test_a_retention_decides_what_stays() -> None:
+def test_a_retention_decides_which_blocks_stay() -> None:
     kv = torch.arange(16 * 64, dtype=torch.float32).reshape(16, 64)
     layout = Layout(block_tokens=4, block_bytes=kv[0].nbytes)
     stack = {"arena": {"size": "16 KiB"}, "tiers": [{"type": "host", "min_priority": 20}]}

@@ -24,7 +24,7 @@ DTYPES = [
 
 @pytest.fixture(params=[on_host, on_device])
 def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Digest:
-    """Both ways, the second in pieces that end in the middle of a tensor."""
+    """Return the digest made in two ways, once in pieces that end inside a tensor."""
     monkeypatch.setattr(weights, "PIECE", 16)
     found: Digest = request.param
     return found
@@ -74,7 +74,7 @@ def make_model(*, seed: int = 1, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, **options)).eval()
 
 
-def test_the_digest_tells_models_apart() -> None:
+def test_different_models_have_different_digests() -> None:
     one = model_digest(make_model())
     assert one == model_digest(make_model())
     assert one != model_digest(make_model(seed=2))

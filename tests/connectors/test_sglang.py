@@ -39,7 +39,7 @@ PATIENT = f"{PATIENCE_S} s"
 
 @pytest.fixture
 def hangs(tmp_path, monkeypatch):
-    """The file that has a level of the type ``hanging`` hang as long as it is there."""
+    """Return the file that, while it exists, makes a level of type ``hanging`` hang."""
     file = tmp_path / "hangs"
     monkeypatch.setenv("HANGS", str(file))
     return file
@@ -47,7 +47,7 @@ def hangs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A batch takes as long as it takes, on a busy machine too."""
+    """Wait for batches as long as they take, on a busy machine too."""
     ours = "kvladder.connectors.sglang"
     for name in (f"{ours}.storage.CALL_S", f"{ours}.node.FLUSH_S"):
         monkeypatch.setattr(name, PATIENCE_S)
@@ -58,7 +58,7 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch, hangs, patient):
-    """Opens a storage with a pool and its controller; closes what a test has left open."""
+    """Open storages, each with a pool and its controller; close them after the test."""
     monkeypatch.setitem(registry._registered, ("tiers", "hanging"), HangingFiles)
     monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), SharedFakeTier)
     monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
@@ -134,7 +134,7 @@ def test_a_batch_may_have_more_pages_than_the_arena_has_slots(opened, layout):
 
 
 @pytest.mark.slow
-def test_what_was_stored_outlives_the_engine(opened):
+def test_stored_pages_outlive_the_engine(opened):
     one, pool = opened()
     pool.fill(1)
     kept = [pool.page(row) for row in range(300)]
@@ -163,10 +163,10 @@ def test_a_hole_ends_a_prefix(opened):
 
 
 @pytest.mark.slow
-def test_pages_come_in_parts_as_a_request_goes_on(opened):
+def test_pages_are_stored_in_parts_while_a_request_continues(opened):
     one, _ = opened(slots=100)
     keys = chain("a", 60)
-    one.backup(keys[:40])  # the prompt, then what was decoded
+    one.backup(keys[:40])  # the prompt, then the decoded tokens
     one.backup(keys[40:], rows(40, 20))
     assert one.prefetch(keys, rows(100, 60)) == 60
     assert one.backup(keys[30:50]) == 20  # again: nothing is copied
@@ -174,7 +174,7 @@ def test_pages_come_in_parts_as_a_request_goes_on(opened):
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
+def test_a_flipped_bit_is_a_miss_until_the_next_store_replaces_it(opened, tmp_path):
     one, pool = opened()
     pool.fill(1)
     kept = [pool.page(row) for row in range(60)]
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
         if (at := held.find(wanted)) >= 0:
             held[at + 5] ^= 1
             path.write_bytes(held)
-    os.sync()  # or a direct read waits for what is being written
+    os.sync()  # or a direct read waits for a write in progress
 
     one, pool = opened()
     assert one.prefetch(keys, rows(0, 60)) == 7
@@ -204,8 +204,8 @@ def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tier_that_hangs_holds_nobody_up_for_good(opened, hangs):
-    """SGLang ends the engine if a thread does not come back when it flushes."""
+def test_a_hanging_tier_blocks_no_thread_for_ever(opened, hangs):
+    """SGLang ends the engine if a thread does not return when it flushes."""
     one, _ = opened("hanging")
     keys = chain("a", 128)
     one.backup(keys)
@@ -217,9 +217,9 @@ def test_a_tier_that_hangs_holds_nobody_up_for_good(opened, hangs):
     }
     hangs.touch()
     one, _ = opened("hanging", level=breaker, fetch={"deadline": "100 ms"})
-    assert one.exists(keys) == 128  # nobody knows yet
+    assert one.exists(keys) == 128  # not yet known
     assert one.prefetch(keys, rows(0, 128)) == 0
-    until(lambda: one.exists(keys) == 0)  # now it is known, and what is above it is all there is
+    until(lambda: one.exists(keys) == 0)  # now it is known, and only the pages above it are left
     there = chain("d", 10)
     one.backup(there)
     assert one.prefetch(there, rows(0, 10)) == 10
@@ -228,7 +228,7 @@ def test_a_tier_that_hangs_holds_nobody_up_for_good(opened, hangs):
 
 
 @pytest.mark.slow
-def test_asking_costs_no_call_to_a_tier(opened):
+def test_a_lookup_makes_no_call_to_a_tier(opened):
     one, _ = opened()
     keys = chain("a", 100)
     one.backup(keys)
@@ -255,8 +255,8 @@ def test_pages_that_no_level_wants_are_not_refused(opened):
 
 
 @pytest.mark.slow
-def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened, hangs, monkeypatch):
-    """A hole in a prefix makes all behind it useless: SGLang is told not to offer them."""
+def test_pages_without_a_slot_end_the_stored_part_of_a_prompt(opened, hangs, monkeypatch):
+    """A hole in a prefix makes all later pages useless: SGLang is told not to offer them."""
     monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", 0.05)  # there will be none
     one, _ = opened("hanging", slots=16)
     hangs.touch()
@@ -286,7 +286,7 @@ def test_models_share_a_directory(opened):
 
 
 @pytest.mark.slow
-def test_replicas_that_sglang_does_not_tell_apart_have_one_stack(opened, tmp_path):
+def test_replicas_that_sglang_does_not_distinguish_share_one_stack(opened, tmp_path):
     control = {"control": {"path": str(tmp_path / "kv.sock")}}
     keys = chain("a", 20)
     several = []
@@ -384,7 +384,7 @@ def hybrid():
 
 
 def asked(names):
-    """What SGLang looks for with a prompt."""
+    """Return the pools that SGLang looks up with a prompt."""
     return [
         PoolTransfer(name, None, ["__placeholder__"] * count, PoolHitPolicy(policy))
         for name, (policy, count) in WANTED.items()
@@ -398,7 +398,7 @@ def pages_of(more, keys):
 
 
 @pytest.mark.slow
-def test_what_a_model_keeps_beside_keys_and_values_comes_back(opened):
+def test_state_kept_beside_keys_and_values_comes_back(opened):
     more = hybrid()
     one, _ = opened(more=more)
     storage = one.storage_backend
@@ -436,7 +436,7 @@ def test_what_a_model_keeps_beside_keys_and_values_comes_back(opened):
 
 
 @pytest.mark.slow
-def test_a_model_whose_pools_are_of_another_kind_shares_no_pages(opened):
+def test_models_with_different_pools_share_no_pages(opened):
     more = {"swa": Sparse(width=96)}
     one, _ = opened(more=more)
     keys = chain("a", 4)
@@ -451,7 +451,7 @@ def test_a_model_whose_pools_are_of_another_kind_shares_no_pages(opened):
         one.detach()
 
 
-def test_a_way_to_count_pages_that_is_not_known_is_an_error(opened):
+def test_an_unknown_way_to_count_pages_is_an_error(opened):
     more = {"swa": Sparse()}
     one, _ = opened(more=more)
     one.backup(chain("a", 2))
@@ -460,7 +460,7 @@ def test_a_way_to_count_pages_that_is_not_known_is_an_error(opened):
         one.storage_backend.batch_exists_v2(chain("a", 2), wanted)
 
 
-def test_pools_that_cannot_be_used_are_refused_by_name(opened):
+def test_unusable_pools_are_refused_by_name(opened):
     with pytest.raises(ValueError, match=r"each rank has heads of its own in the pool 'draft'"):
         opened(ranks=LATENT, more={"draft": Pool()})
     opened(ranks=LATENT, more={"indexer": Sparse()})
@@ -470,7 +470,7 @@ def test_pools_that_cannot_be_used_are_refused_by_name(opened):
         one.storage_backend.register_mem_host_pool_v2(Sparse(width=9000), "late")
 
 
-def test_a_pool_that_does_not_tell_where_pages_lie_is_refused(opened):
+def test_a_pool_that_does_not_locate_its_pages_is_refused(opened):
     class Other(Pool):
         def get_page_buffer_meta(self, indices):
             raise ValueError("Unsupported layout: page_tail")
@@ -500,7 +500,7 @@ def test_an_arena_below_a_page_is_refused(opened):
 
 
 @pytest.mark.slow
-def test_figures_are_kept_for_sglang_only_if_it_asks(opened):
+def test_statistics_are_kept_for_sglang_only_on_request(opened):
     one, _ = opened(ranks={"enable_storage_metrics": False})
     one.backup(chain("a", 10))
     assert one.storage_backend.get_stats().backup_pgs == []
@@ -515,7 +515,7 @@ def test_figures_are_kept_for_sglang_only_if_it_asks(opened):
 
 
 @pytest.mark.slow
-def test_it_is_detached_and_attached_while_the_engine_runs(opened):
+def test_a_storage_can_be_detached_and_attached_while_the_engine_runs(opened):
     one, _ = opened()
     keys = chain("a", 20)
     one.backup(keys)
@@ -536,7 +536,7 @@ def test_a_storage_that_got_no_pool_is_closed(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch):
+def test_changing_weights_disable_the_storage(opened, caplog, monkeypatch):
     monkeypatch.setattr(sglang_stub.target, "model", torch.nn.Linear(4, 4))
     one, _ = opened(fingerprint="auto")
     one.backup(keys := chain("a", 20))
@@ -564,14 +564,14 @@ def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch):
         ({"level": {"codecs": []}}, r"without checksum, blocks that nvme damaged are served"),
     ],
 )
-def test_what_is_probably_not_meant_is_said(opened, caplog, stack, warning):
+def test_probably_unintended_settings_are_warned_of(opened, caplog, stack, warning):
     with caplog.at_level(logging.INFO, "kvladder"):
         opened(**stack)
     assert re.search(warning, caplog.text)
     assert "kvladder is ready: a block is 16 tokens" in caplog.text
 
 
-def test_small_pages_are_said(opened, caplog):
+def test_small_pages_are_warned_of(opened, caplog):
     class Small(Pool):
         page_size = 1
 
@@ -583,7 +583,7 @@ def test_small_pages_are_said(opened, caplog):
 
 
 @pytest.mark.slow
-def test_clients_at_once_have_the_same_pages(opened):
+def test_concurrent_clients_get_the_same_pages(opened):
     one, pool = opened(slots=24)
     pool.fill(3)
     keys = [chain(f"p{number}", 40) for number in range(4)]

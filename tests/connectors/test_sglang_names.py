@@ -1,4 +1,4 @@
-"""What SGLang is told: settings that are refused, and what names its pages."""
+"""SGLang's settings: which are refused, and which name its pages."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tm
 
 @pytest.mark.slow
 def test_weights_in_memory_name_pages_and_not_the_files_beside_them(model):
-    """Files are replaced after the engine has read them; others lie beside those that it reads."""
+    """Files are replaced after the engine has read them, and other files are beside them."""
     first = fields(model)
     (model / "model.safetensors").write_bytes(b"Weights")
     (model / "model.pt").write_bytes(b"others")
@@ -182,7 +182,7 @@ def test_forward_hooks_name_pages_with_their_code(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_refused_or_named_by_the_user(model, monkeypatch):
+def test_unreadable_weights_are_refused_unless_the_user_names_them(model, monkeypatch):
     monkeypatch.setattr(sglang_stub.target, "model", torch.nn.Linear(4, 4, device="meta"))
     what = r"model.fingerprint: the weights of rank 0 cannot be read: .*bias is not in the memory"
     with pytest.raises(ValueError, match=what):
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_is_refused_or_named_by_the_user(model, monkeypatch)
 
 
 @pytest.mark.slow
-def test_ranks_have_one_name_that_tells_of_the_weights_of_all(model, monkeypatch):
+def test_ranks_share_one_name_made_from_the_weights_of_all(model, monkeypatch):
     """Each rank holds a part of the weights; the stack that they share has one name."""
     told = []
 
@@ -233,7 +233,7 @@ def test_models_are_found_where_the_collector_was_frozen(model):
 
 
 @pytest.mark.slow
-def test_every_namespace_of_settings_names_pages(model):
+def test_every_group_of_settings_names_pages(model):
     said: dict[str, Any] = {}
     for namespace in sglang_stub.NAMESPACES:
         below = sglang_stub.Bag(**{f"below_{namespace}": 1})
@@ -280,7 +280,7 @@ def test_settings_that_keep_weights_out_of_sight_need_a_name_of_the_users():
 
 
 @pytest.mark.slow
-def test_switches_name_pages(model, monkeypatch):
+def test_environment_switches_name_pages(model, monkeypatch):
     first = fields(model)
     monkeypatch.setenv("SGLANG_RUN_ID", "1")
     monkeypatch.setenv("SGLANG_DP_RANK", "1")
@@ -373,8 +373,8 @@ def test_adapters_of_other_weights_at_one_path_have_other_names(model):
 
 
 @pytest.mark.slow
-def test_what_makes_drafts_names_pages(model, tmp_path):
-    """Its own pages are below the same digests."""
+def test_settings_of_drafts_name_pages(model, tmp_path):
+    """The draft's own pages are stored under the same digests."""
     first = fields(model, spec={"speculative_algorithm": None})
     folder = tmp_path / "draft"
     folder.mkdir()
@@ -411,7 +411,7 @@ def test_images_that_clients_name_are_refused():
 
 
 class Keeper:
-    """Counts what it is told."""
+    """Counts its notifications."""
 
     told = 0
 
@@ -457,21 +457,21 @@ WAYS = {name for names in CHANGES.values() for name in names} - {"resume"}
 
 
 @pytest.mark.parametrize("name", sorted(WAYS))
-def test_a_storage_hears_of_weights_that_change(name, sglang):
+def test_a_storage_learns_of_changing_weights(name, sglang):
     watch, one, two = WeightsTracker(), Keeper(), Keeper()
     for keeper in (one, two):
         watch.begin()
         watch.require_known("auto")
         watch.tell(keeper, "auto")
     changes()[name]()
-    assert (one.told, two.told) == (1, 1)  # once, though both had asked
+    assert (one.told, two.told) == (1, 1)  # once, though both had registered
     with pytest.raises(ValueError, match=r"weights may have changed .*\(flush it \(POST"):
         watch.require_known("auto")
     sglang.UnifiedRadixCache(None).reset()
     watch.require_known("auto")
 
 
-def test_what_leaves_weights_as_they_are_is_nothing_to_hear_of(sglang):
+def test_actions_that_keep_the_weights_notify_no_storage(sglang):
     watch, one = WeightsTracker(), Keeper()
     watch.begin()
     watch.tell(one, "auto")
@@ -504,7 +504,7 @@ def test_a_text_of_the_user_names_weights_until_they_change(sglang):
     watch.require_known("auto")
 
 
-def test_weights_may_have_changed_before_anyone_watched(sglang):
+def test_weights_changed_before_the_watch_began_are_not_trusted(sglang):
     """kvladder is attached to an engine that runs, and its plug-in was not wanted."""
     watch = WeightsTracker()
     watch.begin(is_late=True)
@@ -519,14 +519,14 @@ def test_weights_may_have_changed_before_anyone_watched(sglang):
     watch.require_known("auto")
 
 
-def test_whether_sglang_starts_is_in_its_settings():
+def test_the_settings_show_whether_sglang_is_starting():
     sglang_stub.give("m")
     assert identity.is_starting()
     sglang_stub.give("m", memory={"hicache_storage_backend": None})
     assert not identity.is_starting()
 
 
-def test_a_version_that_changes_weights_otherwise_is_said(caplog, sglang, monkeypatch):
+def test_a_version_with_other_ways_to_change_weights_is_warned_of(caplog, sglang, monkeypatch):
     monkeypatch.delattr(sglang.WeightUpdater, "begin_weight_update")
     monkeypatch.delattr(sglang.UnifiedRadixCache, "reset")
     monkeypatch.delitem(sys.modules, "sglang.srt.utils.weight_checker")

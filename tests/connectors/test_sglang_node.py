@@ -1,4 +1,4 @@
-"""Ranks that share one stack, each a process of its own, of which any may die at any moment."""
+"""Ranks that share one stack: each is a process, and any of them may die at any moment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def opened():
 
 
 def stored(node, keys=None):
-    """Store pages, each of one byte that its number tells."""
+    """Store pages; each repeats one byte, derived from its number."""
     pieces = node.save(PageBatch(keys or KEYS, within_s=PATIENCE_S))
     for piece in pieces:
         for page, slot in zip(piece.pages, piece.slots, strict=True):
@@ -65,7 +65,7 @@ def stored(node, keys=None):
 
 
 def read(node, keys=None):
-    """What comes: the first byte of each page, and how many count."""
+    """Return the first byte of each page that arrives, and the number of pages that count."""
     found, pieces = [], node.fetch(PageBatch(keys or KEYS, "", PATIENCE_S, PATIENCE_S))
     try:
         while True:
@@ -81,7 +81,7 @@ def address(tmp_path):
 
 @pytest.fixture
 def rank(address):
-    """Starts a rank in a process of its own; ends those that a test has left."""
+    """Start ranks in processes of their own; end those that a test has left."""
     begun = []
 
     def start(script, verb=""):
@@ -116,7 +116,7 @@ def until_free(node, slots):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["fetch", "save"])
-def test_what_a_dead_rank_held_comes_back(address, rank, verb):
+def test_slots_of_a_dead_rank_become_free(address, rank, verb):
     owner = join(address, opened)
     try:
         stored(owner)
@@ -146,10 +146,10 @@ def test_without_its_owner_a_rank_has_misses_and_no_wrong_pages(address, rank, c
         pieces = guest.fetch(BATCH)
         piece = next(pieces)
         killed(process)
-        assert guest.arena.view(piece.slots[0])[0] == 1  # mapped, and of nobody
+        assert guest.arena.view(piece.slots[0])[0] == 1  # still mapped, without an owner
         with pytest.raises(StopIteration) as end:
             next(pieces)
-        assert end.value.value == 0  # since it may have become another page meanwhile
+        assert end.value.value == 0  # since it may be another page by now
         assert (read(guest), guest.reach(BATCH)) == (([], 0), 0)
         assert guest.holding(BATCH) == [False] * 6
         with pytest.raises(StopIteration) as end:
@@ -226,8 +226,8 @@ def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address, monkey
         come(address)
 
 
-def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, monkeypatch):
-    """As where a storage is detached and attached at once, by ranks that are not equally fast."""
+def test_a_rank_that_joins_during_a_close_waits_and_opens_its_own_stack(address, monkeypatch):
+    """A storage may be detached and attached at once, by ranks of different speed."""
     owner = join(address, opened)
     closing, may_close, nodes, opens = threading.Event(), threading.Event(), [], []
     manager: Any = owner.manager
@@ -259,7 +259,7 @@ def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, mo
     nodes[0].close()
 
 
-def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeypatch):
+def test_an_address_without_an_answer_is_an_error_in_the_end(address, monkeypatch):
     monkeypatch.setattr(node, "LEAVING_S", 0.0)
     lines = LocalListener(address, pytest.fail)
     lines.begin(lambda connection: None)
@@ -268,7 +268,7 @@ def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeyp
     lines.close()
 
 
-def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, monkeypatch):
+def test_a_failure_to_accept_ranks_is_reported_now_and_then_and_may_end(address, monkeypatch):
     said: list[str] = []
     lines = LocalListener(address, said.append)
     accept, fails = lines._listener.accept, [True]
@@ -284,12 +284,12 @@ def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, 
     assert len(said) == 1
     assert "too many open files" in said[0]
     fails.clear()
-    with come(address) as silent, come(address) as connection:  # who says nothing keeps nobody
+    with come(address) as silent, come(address) as connection:  # a silent client delays no rank
         assert connection.recv_bytes() == silent.recv_bytes() == b"hello"
     lines.close()
 
 
-def test_alone_there_is_no_socket():
+def test_a_single_rank_opens_no_socket():
     owner = join(None, opened)
     assert isinstance(owner, CacheServer)
     stored(owner)

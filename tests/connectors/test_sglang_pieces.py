@@ -52,12 +52,12 @@ def opened():
 
 
 def read(manager, number, within_s=PATIENCE_S):
-    """The first byte of each page that comes, and how many count."""
+    """Return the first byte of each loaded page, and the number of pages that count."""
     found, pieces = [], fetch_pieces(manager, PageBatch(prompt(number), "", within_s, within_s))
     try:
         while True:
             found += [manager.arena.view(slot)[0] for slot in next(pieces).slots]
-            time.sleep(0)  # others may come between
+            time.sleep(0)  # other calls may run in between
     except StopIteration as end:
         return found, end.value
 
@@ -91,7 +91,7 @@ def test_a_fetch_that_gets_no_slot_ends_in_time(opened):
     assert read(manager, 0)[1] == PAGES
 
 
-def test_a_rank_that_stands_still_leaves_slots_to_others(opened):
+def test_a_rank_that_stops_leaves_slots_to_others(opened):
     manager = opened(2 * PART, 2)
     still = fetch_pieces(manager, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
     assert next(still).pages
@@ -100,7 +100,7 @@ def test_a_rank_that_stands_still_leaves_slots_to_others(opened):
 
 
 class Came:
-    """A fetch that is over, once it was waited for: so many blocks of a prefix came."""
+    """A fetch that ended after it was waited for: the number of blocks of a prefix that arrived."""
 
     def __init__(self, blocks, until_over: Any = None):
         self.done = until_over is None
@@ -117,7 +117,7 @@ class Came:
 
 
 class Rival:
-    """Wants all slots, of which it has some, while a fetch finds no room for its first part."""
+    """Takes all free slots while a fetch finds no room for its first part."""
 
     def __init__(self, slots):
         self.arena = SimpleNamespace(slots=PART * 2)

@@ -1,4 +1,4 @@
-"""What stands in for SGLang, and what is overridden, against the version that is pinned."""
+"""The stand-ins for SGLang and the overridden methods match the pinned version."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def class_of(place, name):
 
 
 def parameters(node):
-    """Names of the parameters, and whether one has to be given."""
+    """Return the names of the parameters, and whether each is required."""
     given = node.args
     several = [*given.posonlyargs, *given.args]
     required = len(several) - len(given.defaults)
@@ -95,7 +95,7 @@ def parameters(node):
 
 
 def takes(ours, theirs):
-    """Whether a function can be called as theirs is."""
+    """Return whether a function can be called like SGLang's."""
     signature = inspect.signature(ours)
     kinds = {one.kind for one in signature.parameters.values()}
     if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds:
@@ -117,12 +117,12 @@ CALLS = (
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_storage_is_called_as_it_expects(name):
+def test_the_storage_is_called_with_the_expected_arguments(name):
     theirs = function("storage", name, "HiCacheStorage")
     assert takes(getattr(KVLadderStorage, name), theirs)
 
 
-def test_all_that_is_abstract_is_there():
+def test_all_abstract_methods_are_implemented():
     base = class_of("storage", "HiCacheStorage")
     abstract = {
         one.name
@@ -146,7 +146,7 @@ def test_the_first_generation_of_calls_is_not_used():
 
 
 @pytest.mark.parametrize("name", ["PoolHitPolicy", "PoolTransfer", "PoolTransferResult"])
-def test_what_is_said_of_pools_is_as_in_the_stub(name):
+def test_types_of_pools_match_the_stub(name):
     theirs = class_of("storage", name)
     names = {
         ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
@@ -164,11 +164,11 @@ def test_pools_are_asked_with_the_model_s_own_names():
     pools = ast.unparse(class_of("storage", "PoolName"))
     for name in ("KV = 'kv'", "MAMBA = 'mamba'", "SWA = 'swa'", "INDEXER = 'indexer'"):
         assert name in pools
-    # of what is replicated one rank stores keys and values, and all store states
+    # one rank stores replicated keys and values, and all ranks store states
     assert "transfer.name == PoolName.MAMBA" in ast.unparse(function("hybrid", "should_backup"))
 
 
-def test_a_false_ends_what_is_stored_of_a_prompt():
+def test_an_answer_of_false_ends_the_stored_part_of_a_prompt():
     backup = ast.unparse(function("controller", "_page_backup"))
     assert "if not success:" in backup
     assert "break" in backup
@@ -176,20 +176,20 @@ def test_a_false_ends_what_is_stored_of_a_prompt():
     assert "all(self.storage_backend.batch_set_v1(" in zero_copy
 
 
-def test_threads_are_waited_for_longer_than_a_call_lasts():
+def test_sglang_waits_for_its_threads_longer_than_a_call_lasts():
     stop = ast.unparse(function("controller", "_stop_storage_threads"))
     assert "timeout=10" in stop.replace(" ", "")
     assert options.CALL_S + options.DEADLINE_MAX < 10
 
 
-def test_what_is_sglangs_in_the_extra_configuration_is_taken_out():
+def test_sglangs_own_keys_are_removed_from_the_extra_configuration():
     parse = ast.unparse(function("hybrid", "parse_storage_backend_extra_config"))
     for name in ("prefetch_threshold", "prefetch_timeout_base", "hicache_storage_pass_prefix_keys"):
         assert f"pop('{name}'" in parse
     assert "pop('tp_lcm_size'" in ast.unparse(function("controller", "_generate_storage_config"))
 
 
-def test_the_storage_is_told_its_rank():
+def test_the_storage_receives_its_rank():
     fields = {
         node.target.id
         for node in ast.walk(tree_of("storage"))
@@ -201,13 +201,13 @@ def test_the_storage_is_told_its_rank():
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_the_tree_has_what_is_overridden(name):
+def test_the_tree_has_the_overridden_methods(name):
     theirs = function("tree", name, "UnifiedRadixCache")
     ours = list(inspect.signature(getattr(KVLadderRadixCache, name)).parameters)[1:2]
     assert ours == [name for name, _ in parameters(theirs)][:1]
 
 
-def test_what_was_found_for_a_request_passes_a_queue_before_it_is_read():
+def test_found_pages_pass_a_queue_before_they_are_read():
     found = ast.unparse(function("controller", "prefetch_thread_func"))
     assert found.index("operation.hash_value =") < found.index("prefetch_hit_queue.put(operation)")
     read = ast.unparse(function("tree", "_drain_storage_control_queues_impl"))
@@ -216,7 +216,7 @@ def test_what_was_found_for_a_request_passes_a_queue_before_it_is_read():
     assert "cache_salt" in ast.unparse(class_of("key", "RadixKey"))
 
 
-def test_what_is_only_staged_is_stored_when_it_is_in_the_host_pool():
+def test_staged_pages_are_stored_once_they_are_in_the_host_pool():
     stored = ast.unparse(function("buffer", "finish_backup_ack"))
     assert "entry = self.ongoing_write_through.pop(ack_id)" in stored
     assert "snapshot = intent.snapshot" in stored
@@ -232,7 +232,7 @@ def test_what_is_only_staged_is_stored_when_it_is_in_the_host_pool():
     assert len(queued) == 1
 
 
-def test_requests_come_into_the_tree_by_what_is_overridden():
+def test_requests_enter_the_tree_only_by_the_overridden_method():
     inserts = [
         node.name
         for node in ast.walk(tree_of("tree"))
@@ -242,7 +242,7 @@ def test_requests_come_into_the_tree_by_what_is_overridden():
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_core_has_what_is_asked(name):
+def test_the_core_has_the_methods_that_kvladder_calls(name):
     theirs, ours = function("core", name), getattr(sglang_stub.Core, name)
     assert takes(ours, theirs)
 
@@ -307,13 +307,13 @@ def test_each_server_argument_names_pages_or_is_left_out_for_a_reason():
 
 
 @pytest.mark.slow
-def test_namespaces_are_those_that_sglang_has():
+def test_groups_of_settings_match_those_of_sglang():
     tops = {path.partition(".")[0] for path in arguments()}
     assert tops == {*sglang_stub.NAMESPACES}
     assert [name for name, _ in parameters(function("arguments", "namespace_of"))] == ["cls"]
     function("context", "config_bag", "RuntimeContext")
     assert "def server_args(self)" in text("context")
-    # what is there and no argument follows from the arguments, or is a rank
+    # the rest follows from the arguments, or is a rank
     for path in ("exec.moe.kt_weight_path", *identity.OUT_OF_SIGHT):
         assert path in arguments()
         assert path not in identity.left_out("settings"), "with a user's text it still counts"
@@ -334,7 +334,7 @@ def test_load_formats_that_count_as_one_read_safetensors():
     assert "allow_patterns = ['*.safetensors']" in branch
 
 
-def test_models_and_adapters_are_held_where_they_are_looked_for():
+def test_sglang_holds_models_and_adapters_where_kvladder_reads_them():
     loaded = ast.unparse(function("runner", "load_model", "ModelRunner"))
     assert "self.model = loaded.model" in loaded
     made = ast.unparse(class_of("runner", "ModelRunner"))
@@ -369,14 +369,14 @@ WATCHED = {
 
 
 @pytest.mark.parametrize("where", [*CHANGES, TREE])
-def test_weights_are_changed_and_forgotten_by_what_is_watched(where):
+def test_the_watched_methods_change_and_reset_weights(where):
     module, _, kind = where.partition(":")
     assert PLACES[WATCHED[kind]] == module.removeprefix("sglang.").replace(".", "/") + ".py"
     for name in CHANGES.get(where, ("reset",)):
         function(WATCHED[kind], name, kind)
 
 
-def test_nothing_else_changes_weights():
+def test_no_unwatched_method_changes_weights():
     updater = class_of("weights", "WeightUpdater")
     named = {
         one.name
@@ -406,7 +406,7 @@ def test_a_flush_resets_the_tree():
     assert "'hicache_storage_backend': recv_req.hicache_storage_backend" in attach[:said]
 
 
-def test_figures_are_as_sglang_takes_them():
+def test_statistics_have_the_fields_that_sglang_reads():
     theirs = class_of("metrics", "StorageMetrics")
     names = [ast.unparse(n.target) for n in theirs.body if isinstance(n, ast.AnnAssign)]
     assert names == [*vars(sglang_stub.StorageMetrics())]

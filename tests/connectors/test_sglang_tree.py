@@ -1,4 +1,4 @@
-"""The tree that tells the storage what pages are worth and whose they are."""
+"""The tree reports the priorities and the salts of pages to the storage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def controller():
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Two engines over one server, whose host levels are their own."""
+    """Return two engines over one server; each has its own host level."""
     store = FakeStore()
 
     class Server(SharedFakeTier):
@@ -86,7 +86,7 @@ def kept(controller):
     ("said", "priority"),
     [(None, None), (0, None), (1, 1), (80, 80), (100, 100), (101, None), (-(2**63), None)],
 )
-def test_one_to_a_hundred_count(said, priority):
+def test_priorities_of_one_to_a_hundred_apply(said, priority):
     assert priority_of(SimpleNamespace(priority=said)) == priority
     assert priority_of(SimpleNamespace(priority=2**63 - 1)) is None
 
@@ -101,7 +101,7 @@ def test_pages_have_the_priority_of_their_request(controller):
     assert controller.exists(chain("b", 20)) == 20  # in host
 
 
-def test_who_says_nothing_leaves_pages_what_they_are_worth(controller):
+def test_a_request_without_a_priority_keeps_the_pages_priorities(controller):
     tree = KVLadderRadixCache(controller)
     for said in (80, None):  # its last page is computed and stored again
         tree.checkpoint_into_tree(request("a", priority=said), up_to=20)
@@ -155,7 +155,7 @@ def test_pages_that_the_host_pool_only_stages_are_purged_by_their_salt(controlle
 
 
 @pytest.mark.slow
-def test_what_others_stored_is_purged_by_its_salt_too(shared):
+def test_pages_stored_by_other_engines_are_purged_by_their_salt_too(shared):
     here, there = shared
     tree = KVLadderRadixCache(there)
     for said in (request("a", 200, salt="tenant"), request("b")):
@@ -178,7 +178,7 @@ def test_what_others_stored_is_purged_by_its_salt_too(shared):
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [0, 7])
 def test_pages_of_each_pool_and_batch_are_read_with_their_salt(shared, begin):
-    """SGLang begins batches where it likes: behind what the device has, for one."""
+    """SGLang may begin batches anywhere, such as after the pages on the device."""
     here, there = (one.storage_backend for one in shared)
     keys, pages = chain("a", 200), rows(0, 200)
 
@@ -214,7 +214,7 @@ def test_each_batch_of_a_long_node_is_announced(controller):
     assert kept(controller) == controller.exists(chain("a", 200)) == 200
 
 
-def test_what_is_never_written_is_not_remembered_for_ever(controller, monkeypatch):
+def test_pages_that_are_never_written_are_forgotten(controller, monkeypatch):
     monkeypatch.setattr("kvladder.connectors.sglang.tree.NODES_MAX", 3)
     monkeypatch.setattr("kvladder.connectors.sglang.storage.ANNOUNCED_MAX", 3)
     monkeypatch.setattr("kvladder.connectors.sglang.storage.SALTS_MAX", 3)
@@ -229,7 +229,7 @@ def test_what_is_never_written_is_not_remembered_for_ever(controller, monkeypatc
     assert kept(controller) == 1  # the other has the default
 
 
-def test_without_our_storage_it_is_sglangs_tree():
+def test_without_kvladders_storage_the_tree_acts_as_sglangs():
     written: list[list[str]] = []
     tree = KVLadderRadixCache(SimpleNamespace(storage_backend=None, backup=written.append))
     tree.checkpoint_into_tree(request("a", priority=80), up_to=3)
@@ -237,7 +237,7 @@ def test_without_our_storage_it_is_sglangs_tree():
     assert written == [chain("a", 20)[:3]]
 
 
-def test_a_version_that_lacks_something_is_said_once(controller, caplog, monkeypatch):
+def test_a_version_without_a_needed_method_is_warned_of_once(controller, caplog, monkeypatch):
     monkeypatch.delattr(sglang_stub.Core, "prefetch_anchor_info")
     tree = KVLadderRadixCache(controller)
     tree.checkpoint_into_tree(request("a", priority=80), up_to=20)
@@ -247,7 +247,7 @@ def test_a_version_that_lacks_something_is_said_once(controller, caplog, monkeyp
     assert caplog.text.count("tree lacks prefetch_anchor_info") == 1
 
 
-def test_it_is_registered_by_name():
+def test_the_tree_is_registered_by_name():
     plugin.register()
     plugin.register()  # in each process, and more than once in some
     made = sglang_stub.registry[plugin.NAME](SimpleNamespace())

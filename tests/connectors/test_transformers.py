@@ -1,4 +1,4 @@
-"""Hugging Face models on block pools: what they say is what they say without."""
+"""Hugging Face models on block pools: their answers are the same as without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 CONTEXT, BLOCK, NEW = 96, 4, 12
 WINDOW = 10
 TOKEN_BYTES = 2 * 2 * 16 * 4
-"""Of one layer."""
+"""Bytes of a token in one layer."""
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny matrices are not worth waking others for."""
+    """Use one thread: tiny matrices do not need more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def one_thread():
 
 
 def make_model(name: str = "llama", *, seed: int = 1, **options: Any) -> Any:
-    """A tiny model whose answers depend on all that it has read."""
+    """Return a tiny model whose answers depend on the whole context."""
     kind, special = MODELS[name]
     torch.manual_seed(seed)
     config = kind(
@@ -84,14 +84,14 @@ def make_model(name: str = "llama", *, seed: int = 1, **options: Any) -> Any:
 
 
 def prompts_of(count: int, *, shared: int = 30, own: int = 17) -> list[list[int]]:
-    """Prompts of which the first tokens are the same and the last ones are not."""
+    """Return prompts with the same first tokens and different last ones."""
     rng = random.Random(count)
     first = [rng.randrange(256) for _ in range(shared)]
     return [[*first, *(rng.randrange(256) for _ in range(own + at))] for at in range(count)]
 
 
 def plain(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """What the model says with its own cache, one prompt at a time."""
+    """Return the model's answers with its own cache, one prompt at a time."""
     said: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
@@ -110,7 +110,7 @@ def plain(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
 def stack(
     *, tokens: int, host: str = "1 MiB", files: Path | None = None, codecs: Any = None
 ) -> dict[str, Any]:
-    """A stack above which the pools of three layers hold so many tokens."""
+    """Return a stack and pools of three layers that hold this number of tokens."""
     tiers: list[Mapping[str, Any]] = [{"name": "host", "type": "host"}]
     if files is not None:
         more = {} if codecs is None else {"codecs": codecs}
@@ -134,7 +134,7 @@ def serve(pooled: PooledModel, prompts: Sequence[list[int]], **options: Any) -> 
 
 
 def rest(pooled: PooledModel) -> None:
-    """Until no copy is under way."""
+    """Wait until no copy is in flight."""
     while pooled.cache.port.busy:
         pooled.cache.wait(0.1)
         pooled.cache.poll()
@@ -158,7 +158,7 @@ def outputs(jobs: Sequence[Job]) -> list[list[int]]:
     return [job.output for job in jobs]
 
 
-def test_pools_alone_serve_what_they_still_have():
+def test_pools_without_tiers_serve_the_blocks_they_still_hold():
     model, prompts = make_model(), prompts_of(2)
     memory = stack(tokens=400)["gpu"]
     said = plain(model, prompts)
@@ -174,7 +174,7 @@ def test_pools_alone_serve_what_they_still_have():
 
 @pytest.mark.parametrize("step", [None, 7])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_says_the_same_with_the_pool_and_without(name, step):
+def test_a_model_gives_the_same_answers_with_the_pool_and_without(name, step):
     model, prompts = make_model(name), prompts_of(4)
     expected = plain(model, prompts)
     assert all(len(set(said)) > NEW // 2 for said in expected)
@@ -187,8 +187,8 @@ def test_a_model_says_the_same_with_the_pool_and_without(name, step):
         assert all(job.cached >= len(job.prompt) // BLOCK * BLOCK - BLOCK for job in jobs)
 
 
-def test_a_model_that_is_not_told_positions_computes_no_padding() -> None:
-    """It counts the tokens of the cache: a row that is padded would begin somewhere else."""
+def test_a_model_without_positions_computes_no_padding() -> None:
+    """The model counts the tokens of the cache, so padding would shift a row."""
     torch.manual_seed(1)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
     model = AutoModelForCausalLM.from_config(
@@ -246,7 +246,7 @@ def test_all_of_the_device_is_handed_down_through_an_arena_that_is_smaller(name,
 
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
+def test_requests_that_do_not_fit_are_preempted_and_continue(name, how, monkeypatch):
     monkeypatch.setattr(Preemption, "choice", lambda self, request: how)
     model, prompts = make_model(name), prompts_of(4, shared=9, own=40)
     with opened(model, stack(tokens=150), step=16) as pooled:
@@ -259,7 +259,7 @@ def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_long_prompt_that_made_way_is_computed_again_in_parts(name, monkeypatch):
+def test_a_long_preempted_prompt_is_recomputed_in_parts(name, monkeypatch):
     monkeypatch.setattr(Preemption, "choice", lambda self, request: "recompute")
     model, prompts = make_model(name), prompts_of(4, shared=0, own=70)
     with opened(model, stack(tokens=150), step=8) as pooled:
@@ -298,7 +298,7 @@ def flip(memory: memoryview) -> None:
         memory[at] ^= 0x40
 
 
-def test_flipped_bytes_change_what_it_says():
+def test_flipped_bytes_change_the_answer():
     """The control: a wrong KV cache is not without effect."""
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=400)) as pooled:
@@ -329,7 +329,7 @@ def test_flipped_files_are_found_out_unless_checks_are_off(tmp_path, codecs):
     assert same == bool(codecs)
 
 
-def test_a_window_lets_go_of_what_it_has_passed():
+def test_a_window_releases_the_blocks_it_has_passed():
     model = make_model("gemma3")
     with opened(model, stack(tokens=400), step=8) as pooled:
         windows = [group.window for group in pooled.requests.groups]
@@ -358,7 +358,7 @@ def test_a_model_with_other_state_is_refused():
         layer_shapes(AutoModelForCausalLM.from_config(config).eval(), context=64)
 
 
-def test_the_memory_has_to_be_named_on_cpu():
+def test_the_memory_must_be_set_on_cpu():
     with pytest.raises(ConfigError, match=r"gpu\.memory"):
         opened(make_model(), {"host": "1 MiB"})
 
@@ -374,12 +374,12 @@ def test_blocks_of_a_wrong_size_are_refused():
         PooledModel(make_model(), stack(tokens=400), context=CONTEXT, block_tokens=12)
 
 
-def test_a_window_that_sees_everything_is_none():
+def test_a_window_as_long_as_the_context_is_full_attention():
     shapes = layer_shapes(make_model("gemma3"), context=WINDOW)
     assert {shape.window for shape in shapes} == {0}
 
 
-def test_rows_that_were_trained_since_are_not_served_from_before(tmp_path):
+def test_blocks_from_before_a_training_step_are_not_served(tmp_path):
     model = make_model()
     source, prompts = stack(tokens=400, files=tmp_path), [[250, 251, 252, 253] * 8]
     with opened(model, source) as pooled:
@@ -394,7 +394,7 @@ def test_rows_that_were_trained_since_are_not_served_from_before(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_same_on_a_gpu(name, tmp_path):
+def test_a_gpu_gives_the_same_answers(name, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model, prompts = make_model(name).cuda(), prompts_of(4)

@@ -45,7 +45,7 @@ BEAMS = 4
 def generated(
     model: Any, prompts: list[list[int]], tokens: int = NEW, **options: Any
 ) -> list[list[int]]:
-    """What ``generate`` says to each prompt."""
+    """Return the answers of ``generate`` to each prompt."""
     said: list[list[int]] = []
     given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for prompt in prompts:
@@ -68,7 +68,7 @@ def slots(pooled: PooledModel) -> list[int]:
 
 @pytest.mark.parametrize("step", [None, 7])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_beams_say_what_generate_says_and_the_winners_blocks_are_kept(name, step):
+def test_beams_match_generate_and_the_winners_blocks_are_kept(name, step):
     model, prompts = make_model(name), prompts_of(3)
     expected = by_beams(model, prompts)
     assert expected != generated(model, prompts), "beams make a difference"
@@ -112,7 +112,7 @@ def test_beams_end_where_generate_ends_them():
     assert 0 < short < 9
 
 
-def test_beams_share_the_blocks_of_what_they_have_in_common():
+def test_beams_share_the_blocks_of_their_common_tokens():
     model, [prompt] = make_model(), prompts_of(1, shared=40, own=2)
     with opened(model, stack(tokens=900)) as pooled:
         engine = Engine(pooled)
@@ -130,7 +130,7 @@ def test_beams_share_the_blocks_of_what_they_have_in_common():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_beams_that_make_way_begin_anew_with_what_is_cached(name):
+def test_preempted_beams_restart_with_cached_blocks(name):
     model, prompts = make_model(name), prompts_of(3, shared=9, own=40)
     with opened(model, stack(tokens=190), step=16) as pooled:
         engine = Engine(pooled)
@@ -147,7 +147,7 @@ def test_beams_that_make_way_begin_anew_with_what_is_cached(name):
         assert slots(pooled) == [0] * len(slots(pooled))
 
 
-def test_the_youngest_beams_make_way_when_others_grow():
+def test_the_youngest_beams_are_preempted_when_others_grow():
     model, prompts = make_model(), prompts_of(3, shared=9, own=40)
     with opened(model, stack(tokens=190), step=16) as pooled:
         jobs = serve(pooled, prompts, beams=BEAMS)
@@ -169,7 +169,7 @@ def test_beams_of_a_model_with_states_copy_them(name, every):
 
 
 def repetitive(name: str = "llama") -> Any:
-    """A model that soon says the same over and over."""
+    """Return a model that soon repeats itself."""
     return make_model(name, initializer_range=0.05)
 
 
@@ -214,7 +214,7 @@ def test_wrong_drafts_leave_nothing_behind(name, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
-def test_drafts_make_way_before_others_do(how, monkeypatch):
+def test_drafts_are_dropped_before_requests_are_preempted(how, monkeypatch):
     monkeypatch.setattr(Preemption, "choice", lambda self, request: how)
     model, prompts = repetitive(), prompts_of(4, shared=9, own=40)
     with opened(model, stack(tokens=150), step=16) as pooled:
@@ -223,7 +223,7 @@ def test_drafts_make_way_before_others_do(how, monkeypatch):
         assert sum(job.preempted for job in jobs) > 0
 
 
-def test_nothing_comes_after_an_end_that_was_drafted():
+def test_no_token_follows_a_drafted_end():
     model, prompts = repetitive(), prompts_of(2)
     end = generated(model, prompts)[0][NEW // 2]
     ends = frozenset([end])
@@ -234,7 +234,7 @@ def test_nothing_comes_after_an_end_that_was_drafted():
     assert said[0].count(end) == 1
 
 
-def test_drafts_for_states_and_what_else_does_not_go_are_refused():
+def test_drafts_for_states_and_other_unsupported_drafts_are_refused():
     with opened_states(state_model("qwen3-next"), state_stack()) as pooled:
         with pytest.raises(ConfigError, match=r"drafts: 0\.state is a state.*beams work") as got:
             Engine(pooled).submit([1, 2, 3], NEW, drafts_max=2)
@@ -264,10 +264,10 @@ def test_drafts_for_states_and_what_else_does_not_go_are_refused():
         pooled.requests.release(request)
 
 
-# ---- what is chosen
+# ---- the choice of tokens
 
 
-def test_a_text_goes_on_as_it_did_where_it_was_most_alike():
+def test_a_draft_continues_as_after_the_most_similar_earlier_text():
     assert drafted([1, 2, 3, 9, 1, 2, 3], 3) == [9, 1, 2]
     assert drafted([5, 2, 8, 1, 2, 7, 5, 2], 2) == [8, 1], "two alike before one, if further back"
     assert drafted([1, 8, 1, 9, 1], 2) == [9, 1], "the most recent"
@@ -276,6 +276,6 @@ def test_a_text_goes_on_as_it_did_where_it_was_most_alike():
     assert [agreed([1, 2, 3], chosen) for chosen in ([1, 2, 3, 4], [1, 5, 3, 4], [0])] == [3, 1, 0]
 
 
-def test_one_beam_is_no_search():
+def test_a_search_with_one_beam_is_refused():
     with pytest.raises(ValueError, match="1 beams: expected 2 or more"):
         BeamSearch(1, 5)

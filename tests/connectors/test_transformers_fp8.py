@@ -1,4 +1,4 @@
-"""How far off a model's answers are when its KV came back from a level that keeps it in 8 bits."""
+"""The error of a model's answers when its KV comes back from a level that stores it in 8 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["one_thread"]
 FP8 = [{"name": "fp8", "allow_lossy": ["full", "window"]}, "checksum"]
 TOKENS = 800
 RMS, MOST = 0.05, 0.25
-"""What docs/reference/configuration.md promises: of the logits' spread, on average and at most."""
+"""The promise of docs/reference/configuration.md: shares of the logits' spread, mean and most."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,7 +41,7 @@ def prompt_of(seed: int) -> list[int]:
 
 
 def logits(pooled: PooledModel, prompt: Sequence[int], said: Sequence[int]) -> tuple[int, Any]:
-    """How many tokens were cached, and the logits after the prompt and after each token."""
+    """Return the number of cached tokens, and the logits after the prompt and after each token."""
     request = pooled.requests.begin(prompt)
     while not pooled.prepare(request):
         pooled.cache.wait(0.05)
@@ -66,7 +66,7 @@ def errors(found: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
 
 
 def again(model: Any, source: Any, prompt: list[int], said: list[int]) -> tuple[Any, Any]:
-    """The logits without a cache, and those of a new cache over what the first one stored."""
+    """Return the logits without a cache, and of a new cache over the blocks of the first one."""
     with opened(model, source) as pooled:
         cached, right = logits(pooled, prompt, said)
         assert cached == 0
@@ -97,8 +97,8 @@ def test_logits_over_fp8_blocks_are_within_the_tolerance(
 
 
 @pytest.mark.parametrize("kinds", [["full"], ["window"], True])
-def test_layers_that_nothing_was_allowed_for_come_back_exactly(tmp_path: Path, kinds: Any) -> None:
-    """Of Gemma 3, whose windows and full layers lie in levels apart; it says what each costs."""
+def test_layers_that_fp8_is_not_allowed_for_come_back_exactly(tmp_path: Path, kinds: Any) -> None:
+    """Gemma 3 has windows and full layers in separate levels; each adds its own error."""
     model = make_model("gemma3", initializer_range=0.1)
     prompt = prompt_of(0)
     said = plain(model, [prompt])[0]
@@ -113,7 +113,7 @@ def test_layers_that_nothing_was_allowed_for_come_back_exactly(tmp_path: Path, k
 
 
 def test_blocks_of_another_prompt_are_far_beyond_the_tolerance() -> None:
-    """The control: what a wrong KV cache does to the logits."""
+    """A control: the effect of a wrong KV cache on the logits."""
     model, prompt = make_model(initializer_range=0.1), prompt_of(0)
     said = plain(model, [prompt])[0]
     with opened(model, stack(tokens=TOKENS)) as pooled:
@@ -133,7 +133,7 @@ def test_blocks_of_another_prompt_are_far_beyond_the_tolerance() -> None:
     assert most > 3 * MOST
 
 
-def test_it_has_to_be_allowed_and_shares_nothing_with_exact_stacks(tmp_path: Path) -> None:
+def test_fp8_must_be_allowed_and_shares_nothing_with_exact_stacks(tmp_path: Path) -> None:
     model, prompt = make_model(), prompt_of(0)
     with pytest.raises(ConfigError, match="allow_lossy: true"):
         opened(model, stack(tokens=TOKENS, files=tmp_path, codecs=["fp8"]))

@@ -1,4 +1,4 @@
-"""Settings that change what a model's pools keep: the type of the cache, and windows by layer."""
+"""Settings that change a model's pools: the type of the cache, and windows by layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def source(**gpu: Any) -> dict[str, Any]:
 
 
 def twin(model: Any, kind: str, **options: Any) -> Any:
-    """A model with the same weights whose class has windows of its own."""
+    """Return a model with the same weights and with windows of its own class."""
     other = make_model(kind, **options)
     other.load_state_dict(model.state_dict())
     return other
@@ -55,7 +55,7 @@ SEES = {"use_sliding_window": True, "sliding_window": WINDOW}
         ([1000], ["full_attention"] * 3),
     ],
 )
-def test_windows_repeat_over_the_layers_and_say_what_a_model_with_them_says(
+def test_windows_repeat_over_the_layers_and_match_a_model_that_has_them(
     windows: list[int], kinds: list[str], step: int | None
 ) -> None:
     model = make_model("qwen2")
@@ -101,7 +101,7 @@ SHARERS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "gemma4": (Gemma4TextConfig, {"global_head_dim": 64, "initializer_range": 0.1}),
 }
-"""Models whose last layers keep nothing, and read what others keep."""
+"""Models with last layers that keep nothing and read the keys of others."""
 
 
 def sharer(name: str, window: int) -> Any:
@@ -136,7 +136,7 @@ def test_layers_that_share_keys_share_their_windows(name: str, step: int | None)
     assert len({str(one) for one in (said, plain(model, prompts), *narrow)}) == 4
 
 
-def test_layers_that_read_keys_of_nobody_have_no_windows(monkeypatch: Any) -> None:
+def test_layers_that_read_keys_of_no_layer_can_have_no_windows(monkeypatch: Any) -> None:
     model = sharer("gemma3n", WINDOW)
     attention = type(model.model.layers[0].self_attn)
     forward = attention.forward
@@ -152,14 +152,14 @@ def test_layers_that_read_keys_of_nobody_have_no_windows(monkeypatch: Any) -> No
 
 
 def test_windows_are_counted_by_layers_that_keep_keys() -> None:
-    """Layers with states, and those that read what others keep, are not among them."""
+    """Layers with states, and layers that read the keys of others, are not counted."""
     model = sharer("gemma4", WINDOW)
     what = "7 windows .*6 at most, one for each layer that keeps keys and values"
     with pytest.raises(ConfigError, match=what):
         opened(model, source(memory="1 MiB", windows=[0] * 7))
 
 
-def test_memory_goes_between_windows_while_it_serves() -> None:
+def test_memory_moves_between_windows_during_serving() -> None:
     model, prompts = make_model("gemma3"), prompts_of(8, shared=0, own=2)
     long = prompts_of(4, shared=20, own=40)
     said = plain(model, prompts), plain(model, long)
@@ -197,13 +197,13 @@ def test_other_windows_share_nothing(tmp_path: Any) -> None:
         ({"dtype": "int8"}, "gpu.dtype", "'auto' or 'bfloat16'"),
     ],
 )
-def test_wrong_knobs_are_refused(gpu: dict[str, Any], path: str, says: str) -> None:
+def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as got:
         opened(make_model(), source(**gpu))
     assert got.value.path.startswith(path)
 
 
-def test_attention_that_takes_no_mask_of_ours_is_refused() -> None:
+def test_attention_that_takes_no_mask_is_refused() -> None:
     model = make_model()
     model.set_attn_implementation("eager")
     with pytest.raises(ConfigError, match=r"gpu\.windows: attention by 'eager' .*sdpa"):
@@ -227,7 +227,7 @@ def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch
     ("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.03), ("fp8", 0.15), ("float8_e5m2", 0.3)]
 )
 def test_the_cache_has_the_type_that_is_named(name: str, dtype: str, error: float) -> None:
-    """Off by so much of the spread of the logits, through the cache, host memory and back."""
+    """The error relative to the spread of the logits, through the cache, host memory and back."""
     model, prompts = make_model(name), prompts_of(1, shared=40)
     ids = torch.tensor([prompts[0]])
     with torch.inference_mode():

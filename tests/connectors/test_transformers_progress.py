@@ -1,4 +1,4 @@
-"""The example engine gets on with every load that fits: it computes, or a copy is under way."""
+"""The example engine progresses with every load that fits: it computes, or a copy is in flight."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvladder.connectors.transformers import PooledModel  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
-"""Of four layers, keys and values, two heads of 16 numbers."""
+"""Bytes of a token: four layers, keys and values, two heads of 16 numbers."""
 IDLE_MAX = 3
-"""Steps in a row in which nobody computes and no copy is under way: one sees the last copy end."""
+"""Steps in a row without computing or copies in flight: one of them sees the last copy end."""
 
 MODEL = cache(lambda: tiny_model().eval())
 JOBS = st.lists(st.tuples(st.integers(1, 84), st.integers(1, 10)), min_size=2, max_size=5)
 
 
 class Watch:
-    """An engine that is asked after each step whether it got on."""
+    """An engine that checks its progress after each step."""
 
     def __init__(self, model: PooledModel, jobs: list[Job], engine: Engine) -> None:
         self.model, self.jobs, self.engine = model, jobs, engine
@@ -56,7 +56,7 @@ class Watch:
 
 @cache
 def said(prompt: tuple[int, ...], new: int) -> Any:
-    """What the model says after a prompt without any cache of ours."""
+    """Return the model's answer to a prompt without any cache of kvladder."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)  # or zeros among the tokens are taken for padding
@@ -84,7 +84,7 @@ def test_every_load_that_fits_is_served(
     shared: int,
     seed: int,
 ) -> None:
-    """``spare`` blocks beside what the longest job needs; all begin with ``shared`` tokens."""
+    """The pool has ``spare`` blocks beyond the longest job; jobs begin with ``shared`` tokens."""
     random = Random(seed)
     begin = [random.randrange(256) for _ in range(shared)]
     least = max(-(-(length + new) // size) for length, new in jobs) + 1

@@ -79,7 +79,7 @@ def dynamic(base: float = BASE) -> dict[str, Any]:
 
 
 def scaled(tokens: int) -> dict[str, Any]:
-    """The rotation that dynamic NTK has in a text of so many tokens, for all texts."""
+    """Return the rotation of dynamic NTK for a text of this length, applied to all texts."""
     grown = FACTOR * tokens / ORIGINAL - (FACTOR - 1)
     return {"rope_type": "default", "rope_theta": BASE * grown ** (SIZE / (SIZE - 2))}
 
@@ -119,7 +119,7 @@ def test_all_texts_have_the_rotation_of_the_longest(name: str, step: int | None)
         again = serve(pooled, prompts)
         assert outputs(again) == said
         assert all(job.cached for job in again)
-    if name != "dynamic":  # of which generate computes each pass otherwise
+    if name != "dynamic":  # ``generate`` computes these differently in each pass
         assert said[1:] == before[1:], "texts beyond the original length are generate's own"
     assert plain(model, prompts) == before, "it is as it was"
     assert before[0] != said[0], "the factors change nothing: there is nothing to tell"
@@ -128,14 +128,14 @@ def test_all_texts_have_the_rotation_of_the_longest(name: str, step: int | None)
 @pytest.mark.parametrize(
     ("rope", "longest"), [(longrope(SHORT, CONTEXT), 4 * CONTEXT), (dynamic(), CONTEXT)]
 )
-def test_up_to_the_original_length_it_says_what_generate_says(
+def test_up_to_the_original_length_answers_match_generate(
     rope: dict[str, Any], longest: int
 ) -> None:
     model, prompts = make(rope, longest=longest), prompts_of(3)
     said = plain(model, prompts)
     with opened(model, stack(tokens=400), step=16) as pooled:
         assert outputs(serve(pooled, prompts)) == said
-        plain(model, prompts_of(1, shared=2 * CONTEXT))  # which changes what the model keeps
+        plain(model, prompts_of(1, shared=2 * CONTEXT))  # this changes the model's state
         again = serve(pooled, prompts)
         assert outputs(again) == said
         assert all(job.cached for job in again)
@@ -156,7 +156,7 @@ def test_the_rotation_names_the_blocks(tmp_path: Path) -> None:
 
 
 class Stepwise(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Of a kind that nobody has heard of."""
+    """A rotation of an unknown kind."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         cos, sin = super().forward(x, position_ids)
@@ -164,7 +164,7 @@ class Stepwise(LlamaRotaryEmbedding):  # type: ignore[misc]
 
 
 class Remembering(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Of another kind, which keeps what the longest text so far has made of it."""
+    """A rotation of another kind, which keeps a result of the longest text so far."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         if int(position_ids.max()) >= ORIGINAL:
@@ -196,7 +196,7 @@ def test_a_rotation_that_remembers_is_that_of_the_longest_text() -> None:
 
 
 def test_scales_that_depend_on_the_length_are_refused() -> None:
-    """Of Phi 3.5 MoE, which chooses them beside the factors."""
+    """Phi 3.5 MoE chooses such scales beside the factors."""
     rope = {**longrope(SHORT), "short_mscale": 1.0, "long_mscale": 2.0}
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2}
@@ -208,7 +208,7 @@ def test_scales_that_depend_on_the_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_caches_of_prefixes_are_not_for_such_models(name: str) -> None:
+def test_caches_of_prefixes_refuse_such_models(name: str) -> None:
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
     with pytest.raises(LayoutError, match=r"rotates tokens by the length .*use PooledModel"):
         Prefixes(TWINS[name][0](), source)

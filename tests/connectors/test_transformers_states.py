@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models on block pools: states come back at boundaries, tokens alike."""
+"""Recurrent and hybrid models on block pools: states return at boundaries, with the same tokens."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 ANEW = ("jamba",)
-"""Their classes begin anew with a pass of several tokens, whatever the states hold."""
+"""Models that restart their states in a pass of several tokens."""
 
 
 def make_model(name: str, *, seed: int = 1, **options: Any) -> Any:
@@ -115,9 +115,7 @@ def opened(model: Any, source: Mapping[str, Any], **options: Any) -> PooledModel
 
 @pytest.mark.parametrize("step", [None, 7])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_says_what_generate_says_and_goes_on_from_kept_states(
-    name: str, step: int | None
-) -> None:
+def test_answers_match_generate_and_continue_from_kept_states(name: str, step: int | None) -> None:
     model, prompts = make_model(name), prompts_of(3)
     expected = plain(model, prompts)
     assert goes_on(model) == (name not in ANEW)
@@ -130,8 +128,8 @@ def test_it_says_what_generate_says_and_goes_on_from_kept_states(
         assert [job.cached for job in again] == [(len(one) - 1) // EVERY * EVERY for one in prompts]
 
 
-def test_layers_that_keep_nothing_stand_between_states() -> None:
-    """Those of Nemotron-H are a state, attention, or experts alone."""
+def test_layers_without_a_cache_may_lie_between_states() -> None:
+    """Layers of Nemotron-H are either a state, attention, or experts."""
     torch.manual_seed(1)
     sizes = {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
     kinds = {"layers_block_type": ["mamba", "moe", "attention"], "chunk_size": 8, "head_dim": 16}
@@ -172,7 +170,7 @@ def test_states_come_back_from_tiers_and_after_a_restart(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
-def test_another_state_changes_what_it_says(name: str) -> None:
+def test_a_wrong_state_changes_the_answer(name: str) -> None:
     """The control: a wrong state is not without effect."""
     model, prompts = make_model(name), prompts_of(1)
     with opened(model, stack()) as pooled:
@@ -185,7 +183,7 @@ def test_another_state_changes_what_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
-def test_what_does_not_fit_makes_way_and_goes_on(
+def test_requests_that_do_not_fit_are_preempted_and_continue(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Preemption, "choice", lambda self, request: how)
@@ -198,7 +196,7 @@ def test_what_does_not_fit_makes_way_and_goes_on(
         assert sum(job.preempted for job in jobs) > 0
 
 
-def test_without_checkpoints_nothing_is_reused_and_it_says_so() -> None:
+def test_without_checkpoints_nothing_is_reused_and_describe_says_so() -> None:
     model, prompts = make_model("qwen3-next"), prompts_of(2)
     with opened(model, stack(), checkpoint_tokens=0) as pooled:
         assert "reuse: off: 0.state is not paged and no checkpoints" in pooled.cache.describe()
@@ -236,7 +234,7 @@ def test_models_and_checkpoints_that_do_not_fit_are_refused() -> None:
         (RwkvConfig, {}, "RwkvForCausalLM keeps nothing in the cache that it is given"),
     ],
 )
-def test_models_with_caches_of_their_own_are_refused(
+def test_models_with_their_own_caches_are_refused(
     kind: type, special: dict[str, Any], says: str
 ) -> None:
     shape = {**COMMON, "num_hidden_layers": 2, "head_dim": 12}
@@ -250,7 +248,7 @@ SIZED = ("float32", "bfloat16")
 
 @pytest.mark.parametrize("dtype", SIZED)
 @pytest.mark.parametrize("name", [*MODELS, "gemma3"])
-def test_what_size_prints_is_what_is_built(
+def test_the_command_size_prints_the_size_that_is_built(
     name: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = attention_model(name) if name == "gemma3" else make_model(name)

@@ -1,4 +1,4 @@
-"""Weights that change while a model is open: nobody is served what the ones before computed."""
+"""Weights that change while a model is open: no request is served blocks of the old weights."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def replace_data(model: Any) -> None:
 
 
 def replace_module(model: Any) -> None:
-    """As adapters are put around layers."""
+    """Replace a module, as adapters wrap layers."""
     attention = model.model.layers[1].self_attn
     attention.v_proj = torch.nn.Sequential(attention.v_proj, torch.nn.Linear(32, 32))
 
 
 def behind_its_back(model: Any) -> None:
-    """As adapters are merged; to be said."""
+    """Change weights without notice, as merging adapters does; the caller must report it."""
     embeddings(model).data.mul_(-1)
 
 
@@ -113,7 +113,7 @@ def change(model: Any, owner: Any, write: Callable[[Any], None] = negate) -> Non
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_other_weights_computed_is_not_served(write: Callable[[Any], None]) -> None:
+def test_blocks_of_other_weights_are_not_served(write: Callable[[Any], None]) -> None:
     model, prompts = make_model(), prompts_of(2)
     with opened(model, stack(tokens=400)) as pooled:
         first = serve(pooled, prompts)
@@ -138,10 +138,10 @@ def go_on(pooled: PooledModel, engine: Engine) -> None:
 @pytest.mark.parametrize("write", [negate, behind_its_back])
 @pytest.mark.parametrize("options", [{}, {"drafts_max": 3}])
 @pytest.mark.parametrize("step", [None, 8])
-def test_requests_under_way_go_on_as_the_new_weights_say(
+def test_running_requests_continue_with_the_new_weights(
     step: int | None, options: dict[str, Any], write: Callable[[Any], None]
 ) -> None:
-    """And what the old ones computed of them is not served under the new names."""
+    """Blocks that the old weights computed are not served under the new names."""
     model, prompts = make_model(), prompts_of(3)
     with opened(model, stack(tokens=400), step=step) as pooled:
         engine = Engine(pooled)
@@ -159,7 +159,7 @@ def test_requests_under_way_go_on_as_the_new_weights_say(
         assert outputs(again) == plain(model, prompts)
 
 
-def test_beams_begin_anew() -> None:
+def test_beams_restart_with_the_new_weights() -> None:
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=800)) as pooled:
         engine = Engine(pooled)
@@ -235,7 +235,7 @@ def test_with_the_old_weights_the_old_names_return(tmp_path: Path) -> None:
         fourth = serve(pooled, prompts)
         assert outputs(fourth) == outputs(second)
         assert all(job.cached >= 28 for job in fourth)
-    with opened(model, source) as pooled:  # it began with others: they never meet
+    with opened(model, source) as pooled:  # it began with other weights: they never mix
         [job, _] = serve(pooled, prompts)
         assert job.cached == 0
         assert job.output == second[0].output
@@ -246,7 +246,7 @@ def test_with_the_old_weights_the_old_names_return(tmp_path: Path) -> None:
         assert all(job.cached >= 28 for job in jobs)
 
 
-def test_what_has_not_changed_stays_cached() -> None:
+def test_blocks_of_unchanged_weights_stay_cached() -> None:
     model, prompts = make_model(), prompts_of(2)
     with opened(model, stack(tokens=400)) as pooled:
         engine = Engine(pooled)
@@ -262,7 +262,7 @@ def test_what_has_not_changed_stays_cached() -> None:
         assert all(job.cached >= 28 for job in serve(pooled, prompts))
 
 
-def test_names_are_of_the_weights_in_memory_whatever_lies_in_the_files(tmp_path: Path) -> None:
+def test_names_come_from_the_weights_in_memory_and_not_from_the_files(tmp_path: Path) -> None:
     """Files that were replaced between reading and digesting them name nothing."""
     transformers_logging.disable_progress_bar()  # a bar begins a thread
     for seed in (1, 2):

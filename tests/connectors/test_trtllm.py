@@ -73,11 +73,11 @@ def make(stack: object) -> Iterator[Make]:
     assert not _HALVES
 
 
-# ---- tokens, and what they come from
+# ---- tokens, and their sources
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_was_computed_once_is_loaded_and_right(make: Make, ranks: int) -> None:
+def test_computed_blocks_are_loaded_and_right(make: Make, ranks: int) -> None:
     engine = make(ranks=ranks)
     cold = engine.run(PROMPT)
     assert (cold.matched, cold.right) == (0, True)
@@ -100,7 +100,7 @@ def test_the_last_token_of_a_prompt_is_always_computed(make: Make) -> None:
 
 @pytest.mark.parametrize("at_once", [7, 16, 48, 4096])
 @pytest.mark.parametrize("by_step", [False, True])
-def test_prompts_come_in_pieces_of_any_length(make: Make, at_once: int, by_step: bool) -> None:
+def test_prompts_arrive_in_pieces_of_any_length(make: Make, at_once: int, by_step: bool) -> None:
     engine = make()
     assert engine.run(PROMPT, at_once=at_once, by_step=by_step).right
     engine.idle()
@@ -108,7 +108,7 @@ def test_prompts_come_in_pieces_of_any_length(make: Make, at_once: int, by_step:
     assert (found.matched, found.right) == (192, True)
 
 
-def test_what_is_answered_is_cached_like_what_is_asked(make: Make) -> None:
+def test_answers_are_cached_like_prompts(make: Make) -> None:
     engine = make()
     told = list(range(900, 940))
     assert engine.run(PROMPT, answer=told).right
@@ -117,7 +117,7 @@ def test_what_is_answered_is_cached_like_what_is_asked(make: Make) -> None:
     assert (found.matched, found.right) == (240, True)
 
 
-def test_what_the_engine_has_itself_is_saved_and_is_not_loaded(make: Make) -> None:
+def test_blocks_that_the_engine_holds_are_saved_and_not_loaded(make: Make) -> None:
     engine = make()
     assert engine.run(PROMPT, own=64).right
     engine.idle()
@@ -158,7 +158,7 @@ def test_requests_with_an_adapter_are_left_alone(make: Make) -> None:
         {"py_multimodal_data": {"image": 1}},
     ],
 )
-def test_requests_with_more_than_tokens_are_left_alone(make: Make, more: dict[str, Any]) -> None:
+def test_requests_with_other_inputs_are_left_alone(make: Make, more: dict[str, Any]) -> None:
     engine = make()
     for _ in range(2):
         found = engine.run(PROMPT, **more)
@@ -181,7 +181,7 @@ def test_priorities_decide_which_levels_take_a_block(make: Make, stack: Any, by_
     assert engine.run(PROMPT).matched == 192
 
 
-def test_another_process_finds_what_this_one_left(make: Make, stack: Any) -> None:
+def test_another_process_finds_the_blocks_of_this_one(make: Make, stack: Any) -> None:
     engine = make()
     engine.run(PROMPT)
     engine.idle()
@@ -202,10 +202,10 @@ def test_other_weights_and_arguments_find_nothing(make: Make, stack: Any) -> Non
     assert make(args_of(dtype="float16")).run(PROMPT).matched == 0
 
 
-# ---- what goes wrong
+# ---- failures
 
 
-def test_a_flipped_byte_makes_a_shorter_promise(make: Make, tmp_path: Path) -> None:
+def test_a_flipped_byte_shortens_the_match(make: Make, tmp_path: Path) -> None:
     engine = make()
     engine.run(PROMPT)
     engine.close()
@@ -221,7 +221,7 @@ def test_a_flipped_byte_makes_a_shorter_promise(make: Make, tmp_path: Path) -> N
 
 
 class Cold(MoodyTier):
-    """Never answers once it ``hangs``, but for one that ``recovers``."""
+    """Never answers once it ``hangs``, except a tier that ``recovers``."""
 
     hangs = recovers = False
 
@@ -239,7 +239,7 @@ def test_a_tier_that_hangs_costs_patience_and_no_tokens(
     engine = make()
     engine.run(PROMPT)
     engine.idle()
-    for other in range(3):  # what host held is only in the tier now
+    for other in range(3):  # the blocks of host are now only in the tier
         engine.run([other] * 200)
         engine.idle()
     monkeypatch.setattr(Cold, "hangs", True)
@@ -251,7 +251,7 @@ def test_a_tier_that_hangs_costs_patience_and_no_tokens(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_came_up_after_the_last_step_is_let_go_of(
+def test_blocks_loaded_after_the_last_step_are_released(
     make: Make, stack: Any, monkeypatch: pytest.MonkeyPatch, *, ends: bool
 ) -> None:
     monkeypatch.setitem(registry._registered, ("tiers", "cold"), Cold)
@@ -260,7 +260,7 @@ def test_what_came_up_after_the_last_step_is_let_go_of(
     engine = make()
     engine.run(PROMPT)
     engine.idle()
-    with engine.manager._stack.lock:  # what host held is only in the tier now
+    with engine.manager._stack.lock:  # the blocks of host are now only in the tier
         engine.manager._stack.host.forget([*engine.manager._stack.host.index], "evicted")
     monkeypatch.setattr(Cold, "hangs", True)
     monkeypatch.setattr(Cold, "recovers", True)
@@ -269,14 +269,14 @@ def test_what_came_up_after_the_last_step_is_let_go_of(
     assert len(rising) == 1
     monkeypatch.setattr(Cold, "hangs", False)
     until(lambda: engine.manager.stats()["cold"]["loaded"] == 12)
-    if ends:  # and no step comes; whatever leaves claims on slots fails
+    if ends:  # and no step follows; a claim left on a slot fails the test
         engine.ranks[0].worker.close()
     else:  # before anything is promised to the next request
         engine.scheduler.get_num_new_matched_tokens(engine.request(OTHER[:8]), 0)
     assert not rising
 
 
-def test_what_comes_too_late_is_there_for_the_next_request(
+def test_blocks_loaded_too_late_serve_the_next_request(
     make: Make, stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -292,7 +292,7 @@ def test_what_comes_too_late_is_there_for_the_next_request(
     assert (found.matched, found.right) == (192, True)
 
 
-def test_more_than_the_arena_holds_is_served_as_far_as_it_goes(make: Make, stack: Any) -> None:
+def test_a_prompt_larger_than_the_arena_is_served_in_part(make: Make, stack: Any) -> None:
     stack(arena="128 KiB")
     engine = make()
     slots = engine.manager.arena.slots
@@ -304,7 +304,7 @@ def test_more_than_the_arena_holds_is_served_as_far_as_it_goes(make: Make, stack
     assert found.matched <= slots * BLOCK
 
 
-def test_an_engine_outlives_what_its_connector_raises(
+def test_an_engine_survives_errors_of_its_connector(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make()
@@ -350,7 +350,7 @@ def test_tokens_that_do_not_fit_the_step_are_not_saved(
     assert engine.run(OTHER).matched == 0
 
 
-def test_what_was_promised_stays_whatever_else_is_saved(make: Make, stack: Any) -> None:
+def test_promised_blocks_stay_whatever_else_is_saved(make: Make, stack: Any) -> None:
     stack(arena="512 KiB")
     engine = make()
     engine.run(PROMPT)
@@ -385,7 +385,7 @@ def test_blocks_of_a_request_are_kept_until_their_copies_have_ended(make: Make) 
 
 
 def claims(engine: Executor) -> int:
-    """On slots, of all who claim them: one each of the host level, one of each pin."""
+    """Return the claims on slots: one per block of the host level, one per pin."""
     arena = engine.manager.arena
     return sum(arena.claims(slot) for slot in range(arena.slots))
 
@@ -414,7 +414,7 @@ def test_requests_that_never_run_leave_nothing_pinned(make: Make) -> None:
 def test_nothing_is_promised_before_all_ranks_can_copy(stack: object) -> None:
     engine = Executor(ranks=2)
     quiet = engine.ranks[1].worker
-    quiet._met = True  # it never comes
+    quiet._met = True  # it never arrives
     assert engine.run(PROMPT).right
     assert not engine.run(PROMPT).saves
     assert engine.run(PROMPT).matched == 0
@@ -433,7 +433,7 @@ def test_a_rank_with_other_tensors_is_named(
     engine.close()
 
 
-def test_a_stranger_keeps_no_rank_away(stack: object) -> None:
+def test_a_foreign_client_keeps_no_rank_from_joining(stack: object) -> None:
     engine = Executor(ranks=2)
     meeting = engine.scheduler._cache.meeting
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -521,7 +521,7 @@ def test_a_rank_may_be_a_process_of_its_own(stack: object) -> None:
 # ---- at start
 
 
-def test_what_cannot_be_served_is_refused_by_name(stack: Any) -> None:
+def test_unsupported_settings_are_refused_by_name(stack: Any) -> None:
     refused: list[tuple[Any, str]] = [
         (args_of(pipeline_parallel_size=2), "llm_args.pipeline_parallel_size"),
         (args_of(context_parallel_size=2), "llm_args.context_parallel_size"),
@@ -589,7 +589,7 @@ def test_pools_of_regions_are_taken_and_windows_are_not(make: Make) -> None:
     worker.close()
 
 
-def test_without_tensorrt_llm_there_are_stand_ins() -> None:
+def test_without_tensorrt_llm_stand_ins_are_used() -> None:
     assert bases.rank() == 0
     assert issubclass(KVLadderWorker, bases.WorkerBase)
     worker: Any = bases._Worker(None)

@@ -1,4 +1,4 @@
-"""What tells the blocks of one TensorRT-LLM from those of another."""
+"""The fields that separate the blocks of one TensorRT-LLM from those of another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fields() -> dict[str, str]:
-    """What names blocks."""
+    """Return the fields that name blocks."""
     pages = names.pages_of({"kv": torch.zeros(4, 2, 2, 8)})
     layout = names.layout_of(args_of(), pages, tokens=16, ranks=1, fingerprint="w")
     return dict(layout.fields)
@@ -57,7 +57,7 @@ def test_a_switch_of_the_environment_names_blocks(
         "HOME",
     ],
 )
-def test_what_changes_from_run_to_run_names_none(
+def test_settings_that_change_from_run_to_run_name_no_blocks(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     before = fields()
@@ -65,7 +65,7 @@ def test_what_changes_from_run_to_run_names_none(
     assert fields() == before
 
 
-def test_the_weights_are_those_of_the_revision(
+def test_blocks_are_named_by_the_weights_of_the_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def downloaded(name: str, *, revision: str | None = None) -> Path:
@@ -84,7 +84,7 @@ def test_the_weights_are_those_of_the_revision(
     assert len(found) == 3
 
 
-def test_each_argument_names_blocks_unless_it_is_left_out() -> None:
+def test_each_argument_names_blocks_unless_it_is_listed_as_left_out() -> None:
     plain = names.arguments(args_of(max_seq_len=1, max_batch_size=1))
     assert plain != names.arguments(args_of(max_seq_len=2, max_batch_size=1))
     assert plain == names.arguments(args_of(max_seq_len=1, max_batch_size=2))

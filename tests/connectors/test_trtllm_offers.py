@@ -20,7 +20,7 @@ WHOLE = len(PROMPT) // BLOCK
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    """An engine whose cache has the prompt's blocks."""
+    """Return an engine with the prompt's blocks in its cache."""
     path = tmp_path / "stack.yaml"
     path.write_text("model: {fingerprint: w}\narena: {size: 8 MiB}\ntiers: [{type: host}]\n")
     monkeypatch.setenv(STACK, str(path))
@@ -43,7 +43,7 @@ def asked(engine: Executor, own: int = 0) -> SimpleNamespace:
 def loaded(
     engine: Executor, request: SimpleNamespace, *, position: int, step: int, pages: int = 13
 ) -> list[int]:
-    """Which blocks of the prompt a first step loads."""
+    """Return the blocks of the prompt that a first step loads."""
     pool, ids = engine.ranks[0].pool, engine.free[:pages]
     pool[ids] = float("nan")
     engine.step([RequestData(request.request_id, PROMPT, ids, position, step)], [])
@@ -73,7 +73,7 @@ def claims(engine: Executor) -> int:
         ([(32, 112), (112, 192)], range(0)),
     ],
 )
-def test_what_is_left_of_a_promise_is_loaded(
+def test_the_rest_of_a_promise_is_loaded(
     engine: Executor, handed_back: list[tuple[int, int]], left: range
 ) -> None:
     request = asked(engine, own=32)
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_promise_is_loaded(
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
+def test_saves_from_blocks_that_were_taken_away_are_not_published(
     engine: Executor, copied: bool
 ) -> None:
     other = list(range(500, 700))
@@ -128,7 +128,7 @@ def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
         (0, 0, range(0)),
     ],
 )
-def test_what_is_promised_may_be_taken_in_part(
+def test_a_promise_may_be_taken_in_part(
     engine: Executor, taken: int, pages: int, copies: range
 ) -> None:
     request = asked(engine)
@@ -141,7 +141,9 @@ def test_what_is_promised_may_be_taken_in_part(
 
 
 @pytest.mark.parametrize("at_first", [5, 25])
-def test_what_was_not_taken_is_computed_before_it_is_saved(engine: Executor, at_first: int) -> None:
+def test_blocks_that_were_not_taken_are_computed_before_they_are_saved(
+    engine: Executor, at_first: int
+) -> None:
     longer = [*PROMPT, *range(700, 900)]
     request = engine.request(longer)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (192, False)

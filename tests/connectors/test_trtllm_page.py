@@ -1,4 +1,4 @@
-"""What docs/how-to/trtllm.md has people write, against the connector."""
+"""The commands of docs/how-to/trtllm.md match the connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of TensorRT-LLM that come late, and strangers at their socket."""
+"""Ranks of TensorRT-LLM that join late, and foreign clients at their socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Said(Notices):
 
 
 class Runs:
-    """What runs where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_rank_comes_when_its_device_has_registered_the_arena(
+def test_a_rank_joins_once_its_device_has_registered_the_arena(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "stack.yaml"
@@ -88,7 +88,7 @@ def meeting(ranks: Ranks, secret: bytes | None = None) -> Meeting:
     return Meeting(ranks.address, handle, 4096, ranks.secret if secret is None else secret)
 
 
-def test_what_strangers_send_is_refused_and_never_run(
+def test_messages_of_foreign_clients_are_refused_and_never_run(
     ranks: Ranks, said: Said, tmp_path: Path
 ) -> None:
     encoded = msgspec.msgpack.encode(RankHello(1, b"guessed", FIELDS))
@@ -111,9 +111,7 @@ def test_what_strangers_send_is_refused_and_never_run(
 
 
 @pytest.mark.parametrize("number", [0, 2, 1])
-def test_a_rank_that_there_is_not_or_that_is_here_is_turned_away(
-    ranks: Ranks, said: Said, number: int
-) -> None:
+def test_an_unknown_or_repeated_rank_is_turned_away(ranks: Ranks, said: Said, number: int) -> None:
     first = Rank(meeting(ranks), 1, FIELDS)
     until(lambda: ranks.complete)
     other = Rank(meeting(ranks), number, FIELDS)
@@ -125,7 +123,7 @@ def test_a_rank_that_there_is_not_or_that_is_here_is_turned_away(
     first.close()
 
 
-def test_a_rank_that_sends_no_message_is_a_rank_no_more(ranks: Ranks, said: Said) -> None:
+def test_a_rank_that_sends_an_invalid_message_is_disconnected(ranks: Ranks, said: Said) -> None:
     rank = Rank(meeting(ranks), 1, FIELDS)
     until(lambda: ranks.complete)
     rank._connection.send_bytes(b"\xc1")

@@ -1,4 +1,4 @@
-"""LoRA adapters that change under one name and path: what is stored is of what was in memory."""
+"""LoRA adapters that change under one name and path: blocks are named by the adapter in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Start = Callable[..., Simulation]
 
 @pytest.fixture
 def start(tmp_path: Path, registered: None) -> Iterator[Start]:
-    """Engines with the adapter ``a``, whose content is 1."""
+    """Return a function that starts engines with the adapter ``a``, of content 1."""
     del registered
     found: list[Simulation] = []
 
@@ -57,7 +57,7 @@ def start(tmp_path: Path, registered: None) -> Iterator[Start]:
 
 
 def hits(one: Simulation, seed: int = 1, *, adapter: str | None = "a", keep: bool = False) -> int:
-    """How many tokens of a prompt come from the connector; vLLM's own cache emptied, or kept."""
+    """Return a prompt's tokens from the connector, with vLLM's cache emptied or kept."""
     if not keep:
         one.reset()
     before = one.hits
@@ -68,14 +68,16 @@ def hits(one: Simulation, seed: int = 1, *, adapter: str | None = "a", keep: boo
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_adapter_finds_what_it_saved(start: Start, lazy: bool, ranks: int) -> None:
+def test_an_adapter_finds_its_own_blocks(start: Start, lazy: bool, ranks: int) -> None:
     one = start(ranks=ranks)
     one.server.load("a", lazy=lazy)
     assert [hits(one), hits(one), hits(one, adapter=None)] == [0, 28, 0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_files_replaced_before_the_first_request_do_not_count(start: Start, ranks: int) -> None:
+def test_files_replaced_before_the_first_request_do_not_change_the_name(
+    start: Start, ranks: int
+) -> None:
     one = start(ranks=ranks)
     one.server.load("a")
     one.server.put("a", 2)
@@ -88,7 +90,7 @@ def test_files_replaced_before_the_first_request_do_not_count(start: Start, rank
 
 
 @pytest.mark.parametrize("way", ["unloaded", "in place"])
-def test_what_vllms_own_cache_has_of_an_adapter_before_is_not_saved(start: Start, way: str) -> None:
+def test_vllms_own_blocks_of_a_replaced_adapter_are_not_saved(start: Start, way: str) -> None:
     one = start()
     one.server.load("a")
     assert hits(one) == 0
@@ -106,7 +108,7 @@ def test_what_vllms_own_cache_has_of_an_adapter_before_is_not_saved(start: Start
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("way", ["in place", "makes way"])
-def test_what_two_adapters_made_together_is_not_saved(
+def test_blocks_computed_by_two_adapters_are_not_saved(
     start: Start, way: str, overlap: bool
 ) -> None:
     """The step after the change was made by a scheduler half that did not know of it."""
@@ -133,12 +135,12 @@ def test_what_two_adapters_made_together_is_not_saved(
     assert hits(one) == 0
     one.reset()
     one.add([*prompt(1), *one.answers[request]], adapter="a")
-    one.run()  # which checks that what follows was not saved under the second one's name
+    one.run()  # it checks that later blocks were not saved under the second one's name
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_files_that_vllm_reads_again_by_itself_count(start: Start, anew: bool) -> None:
-    """For each step of a request that asks for it, or because the adapter had to make way."""
+def test_adapter_files_that_vllm_reads_again_change_the_name(start: Start, anew: bool) -> None:
+    """vLLM reads them for each step of a request, or after it has evicted the adapter."""
     one = start(adapters=1)
     one.server.put("b", 3)
     one.server.load("b", lazy=True)
@@ -155,7 +157,7 @@ def test_files_that_vllm_reads_again_by_itself_count(start: Start, anew: bool) -
 
 
 def test_adapters_that_take_turns_are_found_each_time(start: Start) -> None:
-    """With room for one, as vLLM has by default, each request has its adapter read again."""
+    """With room for one adapter, vLLM's default, each request reads its adapter again."""
     one = start(adapters=1)
     for name, content in zip(NAMES, (1, 2, 3), strict=True):
         one.server.put(name, content)
@@ -164,7 +166,7 @@ def test_adapters_that_take_turns_are_found_each_time(start: Start) -> None:
     assert one.ranks[0].loras.reads == 9, "once for each, as without a connector"
 
 
-def test_an_adapter_that_is_in_use_does_not_make_way_for_what_is_asked(start: Start) -> None:
+def test_an_adapter_in_use_is_not_replaced_by_a_requested_one(start: Start) -> None:
     one = start(adapters=2)
     for name in "bc":
         one.server.put(name, 2)
@@ -190,7 +192,7 @@ def test_an_adapter_that_cannot_be_read_is_computed_without_a_cache(start: Start
         one.step()
     assert not one.answers, "it waits"
     rank.loras.failing = None
-    rank.loras._adapter_manager.lora_config.max_cpu_loras = 0  # nor is there room
+    rank.loras._adapter_manager.lora_config.max_cpu_loras = 0  # and there is no room
     one.step()
     rank.loras._adapter_manager.lora_config.max_cpu_loras = 2
     one.run()
@@ -199,7 +201,7 @@ def test_an_adapter_that_cannot_be_read_is_computed_without_a_cache(start: Start
     assert [hits(one), hits(one)] == [0, 28]
 
 
-def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> None:
+def test_an_adapter_with_unknown_parts_is_not_cached(start: Start) -> None:
     one = start()
     lora = one.server.load("a")
     held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
@@ -210,7 +212,7 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
 @pytest.mark.parametrize(
     ("kept", "pinned", "left"),
     [
-        ("", "", "bc"),  # the least recently used makes way
+        ("", "", "bc"),  # the least recently used one is evicted
         ("a", "", "ac"),
         ("", "a", "ac"),
         ("ab", "", "ab"),
@@ -218,7 +220,7 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
         ("c", "", "bc"),
     ],
 )
-def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
+def test_a_requested_adapter_replaces_none_that_is_used_or_pinned(
     registered: None, tmp_path: Path, kept: str, pinned: str, left: str
 ) -> None:
     del registered
@@ -236,8 +238,8 @@ def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
     assert set(loras.contents()) == {numbers[name] for name in left}
 
 
-def test_an_adapter_that_was_another_one_for_a_while_has_left_its_traces(start: Start) -> None:
-    """No request began with it, but one went on, and what it computed is in vLLM's own cache."""
+def test_an_adapter_that_was_replaced_for_a_while_is_not_trusted(start: Start) -> None:
+    """No request began with it, but one continued with it, and vLLM's own cache has the result."""
     one = start(budget=8)
     one.server.load("a")
     request = one.add(prompt(1), adapter="a", length=60)
@@ -284,9 +286,9 @@ def half(registered: None) -> Iterator[tuple[WorkerHalf, Loras, Attach]]:
 def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path, moment: str, by_layer: bool
 ) -> None:
-    """Model runner V1 reads adapters behind the first hook; the forward pass waits for the load.
+    """Model runner V1 reads adapters after the first hook; the forward pass waits for the load.
 
-    ``moment`` is the hook that is called next.
+    ``moment`` is the next hook.
     """
     worker, loras, attach = half
     server = Server(tmp_path, [loras])
@@ -313,10 +315,10 @@ def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     assert worker.bad_blocks() == (set() if ended[JobId(1)] else {1})
 
 
-def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
+def test_a_load_in_flight_fails_once_its_adapter_has_changed(
     half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path
 ) -> None:
-    """Its request, which did not run yet, is computed by the adapter that is there now."""
+    """Its request did not run yet, so the adapter in memory computes it."""
     worker, loras, attach = half
     server = Server(tmp_path, [loras])
     server.put("a", 1)
@@ -343,7 +345,7 @@ def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
     assert worker.bad_blocks() == {1}, "the other one has no adapter"
 
 
-def test_every_part_of_an_adapter_counts_but_its_number() -> None:
+def test_every_part_of_an_adapter_but_its_number_names_blocks() -> None:
     def made(number: int = 1, **changes: Any) -> Any:
         packed = [torch.ones(2, 1), None, torch.zeros(2, 1)]
         layer = {"module_name": "l", "rank": 1, "scaling": 1}
@@ -374,10 +376,10 @@ def test_every_part_of_an_adapter_counts_but_its_number() -> None:
 @pytest.mark.parametrize("source", ["host", "moody"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_ever_read_that_another_adapter_wrote(
+def test_no_request_reads_bytes_of_another_adapter(
     start: Start, model: str, source: str, seed: int
 ) -> None:
-    """Adapters are replaced, loaded lazily, in place and anew, and evicted, amid all the rest."""
+    """Adapters are replaced, loaded lazily and in place, reloaded and evicted in between."""
     random = Random(f"adapters {model} {source} {seed}")
     given = HOST if source == "host" else moody(12, seed=seed)
     one = start(
@@ -419,9 +421,9 @@ def test_nothing_is_ever_read_that_another_adapter_wrote(
 
 
 def fitting(one: Simulation) -> list[str]:
-    """Adapters that there is room for beside those of requests that are not over.
+    """Return the adapters that fit beside those of unfinished requests.
 
-    vLLM's scheduler ends with an assertion where requests that run have more.
+    vLLM's scheduler fails an assertion if running requests have more.
     """
     used = {r.lora_request.lora_int_id for r in one.requests.values() if r.lora_request}
     served = one.server.served.items()

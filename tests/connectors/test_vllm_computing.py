@@ -1,4 +1,4 @@
-"""How the connector finds out what computing takes, and waits for nothing that takes longer."""
+"""The connector measures compute time, and waits for no load that takes longer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = 40 * TOKENS
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that shows the time set."""
 
     now_s = 0.0
 
@@ -46,7 +46,7 @@ def state() -> Any:
 
 
 class Steps:
-    """Runs steps of a ``Computing`` and keeps what it tells."""
+    """Runs steps of a ``Computing`` and keeps its reports."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -59,7 +59,7 @@ class Steps:
         self.computing.end(number)
 
 
-def test_a_prompts_part_of_a_step_is_what_it_takes_more_than_decoding() -> None:
+def test_the_time_of_a_prompt_is_its_step_less_the_time_of_decoding() -> None:
     steps, one, two = Steps(), state(), state()
     for seconds in (2.0, 3.0, 100.0):
         steps.step(seconds, (one, 1), (two, 1))
@@ -84,7 +84,7 @@ def test_steps_that_overlap_count_from_the_end_of_the_one_before() -> None:
     assert steps.told == [(100, 5.0), (100, 6.0)]
 
 
-def test_steps_that_nobody_reports_are_forgotten_with_the_next_that_ends() -> None:
+def test_unreported_steps_are_forgotten_with_the_next_reported_one() -> None:
     steps, one = Steps(), state()
     begun = [steps.computing.begin([(one, 1)], timed=True) for _ in range(3)]
     steps.computing.end(begun[-1])
@@ -101,7 +101,7 @@ def test_idle_steps_and_steps_that_load_are_not_timed() -> None:
     assert one.left == 0
 
 
-def test_what_waits_is_known_and_forgotten() -> None:
+def test_waiting_tokens_are_counted_until_they_are_computed() -> None:
     steps, one, two = Steps(), state(), state()
     steps.computing.expect(one, 100)
     steps.computing.expect(two, 50)
@@ -119,11 +119,11 @@ def test_the_step_that_ended_is_reported_by_all_ranks_together() -> None:
 
 
 class TurnedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """It has none."""
+    """Options of a tier without any."""
 
 
 class TurnedTier(MemoryTier):
-    """A tier that is as fast as memory, until it is told to hang."""
+    """A tier as fast as memory, until the test makes it hang."""
 
     batch_max = 4
     hangs: ClassVar[bool] = False
@@ -150,7 +150,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(engine: Engine) -> None:
-    """Until every request is over, a whole prompt in a step."""
+    """Run until every request has ended, with a whole prompt in a step."""
     while engine.entries or engine.half.busy:
         engine.step(budget=2 * PROMPT)
 
@@ -161,7 +161,7 @@ def prompt(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
-    """The deadline of an hour is never reached: from the first measurement on nobody waits."""
+    """The deadline of an hour is never reached: a first measurement ends all waits."""
     source = {
         "arena": {"size": f"{100 * 4} KiB"},
         "fetch": {"budget": "100 %", "deadline": "1 h"},

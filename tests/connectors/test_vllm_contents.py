@@ -1,4 +1,4 @@
-"""Images in prompts: blocks are named by what is in them, from the first that holds one on."""
+"""Images in prompts name the blocks from the first block that holds one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_blocks_before_the_first_item_are_named_by_vllm_alone() -> None:
             assert names(Contents(), (at, "a", image(1)), start=start) == found[start:]
 
 
-def test_the_same_content_has_the_same_names_in_every_process_and_other_content_others() -> None:
+def test_names_follow_the_content_and_are_the_same_in_every_process() -> None:
     one = names(Contents(), (5, "a", image(1)))
     assert names(Contents(), (5, "a", image(1))) == one
     others = [
@@ -87,14 +87,14 @@ def test_the_same_content_has_the_same_names_in_every_process_and_other_content_
         image(1, unknown=object()),
     ],
 )
-def test_an_item_that_cannot_be_seen_belongs_to_this_process(data: Any) -> None:
+def test_an_unreadable_item_is_named_for_this_process_only(data: Any) -> None:
     here, there = Contents(), Contents()
     assert names(here, (5, "a", data)) == names(here, (5, "a", data))
     assert names(here, (5, "a", data))[0] == KEYS[0]
     assert names(here, (5, "a", data))[1:] != names(there, (5, "a", data))[1:]
 
 
-def test_items_that_are_encoded_elsewhere_belong_to_this_process() -> None:
+def test_items_encoded_elsewhere_are_named_for_this_process_only() -> None:
     encoded = SimpleNamespace(ec_transfer_config=object())
     assert names(contents_of(encoded), (0, "a", image(1))) != names(
         contents_of(encoded), (0, "a", image(1))
@@ -105,7 +105,7 @@ def test_items_that_are_encoded_elsewhere_belong_to_this_process() -> None:
     assert found == names(Contents(algorithm="sha256"), (0, "a", image(1)))
 
 
-def test_an_identifier_of_two_items_says_nothing_of_content() -> None:
+def test_an_identifier_used_for_two_items_does_not_name_their_content() -> None:
     contents, elsewhere = Contents(), Contents()
     first = contents.of(request((0, "photo.png", image(1))))
     assert first is not None

@@ -1,4 +1,4 @@
-"""vLLM's KV events tell what every level holds, in vLLM's own names, and reach who listens."""
+"""vLLM's KV events announce the blocks of every level under vLLM's hashes to listeners."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def serve(engine: Engine, tokens: Sequence[int]) -> Request:
 
 
 def taken(engine: Engine) -> list[Any]:
-    """All there is to tell."""
+    """Return all pending events."""
     events = engine.half.events
     found = [*events.take()]
     while events.pending:
@@ -88,7 +88,7 @@ def taken(engine: Engine) -> list[Any]:
 
 
 def replay(events: Sequence[Any], known: dict[str, set[bytes]] | None = None) -> Any:
-    """What a listener makes of it."""
+    """Return the listener's index after these events."""
     known = {"host": set(), "cold": set()} if known is None else known
     for event in events:
         level = known[PLACES[event.medium, event.ownership]]
@@ -102,7 +102,7 @@ def replay(events: Sequence[Any], known: dict[str, set[bytes]] | None = None) ->
     return known
 
 
-def test_each_level_is_told_with_tokens_and_parents(engine: Engine) -> None:
+def test_events_of_each_level_carry_tokens_and_parents(engine: Engine) -> None:
     known, events = replay(taken(engine)), []
     for seed in range(6):
         request = serve(engine, prompt(seed))
@@ -127,7 +127,7 @@ def test_each_level_is_told_with_tokens_and_parents(engine: Engine) -> None:
     assert known == {"host": set(), "cold": set()}
 
 
-def test_what_no_request_is_known_to_have_is_told_by_its_hash_alone(
+def test_blocks_of_no_known_request_are_announced_by_hash_only(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm.reports import events as vllm_events
@@ -145,7 +145,7 @@ def test_what_no_request_is_known_to_have_is_told_by_its_hash_alone(
         assert (event.token_ids, event.block_size, event.parent_block_hash) == ([], 0, None)
 
 
-def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Engine) -> None:
+def test_blocks_of_an_adapter_keep_one_name_in_all_events(engine: Engine) -> None:
     from kvladder.connectors.vllm.reports.events import KVEvents
 
     taken(engine)
@@ -179,8 +179,8 @@ def become(engine: Engine, content: bytes) -> None:
     serve(engine, prompt(9, blocks=1))
 
 
-def test_weights_that_change_take_their_names_with_them(engine: Engine) -> None:
-    """A listener finds under vLLM's hashes what this engine can serve just now, and no more."""
+def test_events_use_new_names_after_a_change_of_weights(engine: Engine) -> None:
+    """A listener finds under vLLM's hashes only blocks that this engine can serve now."""
     known = replay(taken(engine))
     one = set(serve(engine, prompt(1)).block_hashes)
     replay(taken(engine), known)
@@ -218,7 +218,7 @@ def test_groups_have_their_own_names_and_sizes() -> None:
     assert kinds[1].name(request.block_hashes, -1) is None
 
 
-def test_requests_that_are_over_are_not_kept_for_what_is_known_of_their_blocks(
+def test_ended_requests_are_not_kept_alive_by_their_described_blocks(
     engine: Engine,
 ) -> None:
     events = engine.half.events
@@ -232,7 +232,7 @@ def test_requests_that_are_over_are_not_kept_for_what_is_known_of_their_blocks(
     assert not any(ref() for ref in over)
 
 
-def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
+def test_events_are_refused_without_an_event_buffer(engine: Engine) -> None:
     from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 
     config = load_config({**SOURCE, "events": {"max": 0}})
@@ -244,8 +244,8 @@ def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
     assert not enabled(SimpleNamespace(kv_events_config=off))
 
 
-@pytest.mark.vllm  # whose context of sockets stays
-def test_a_subscriber_of_vllms_publisher_fills_its_gap(engine: Engine) -> None:
+@pytest.mark.vllm  # its context of sockets stays
+def test_a_subscriber_of_vllms_publisher_fills_its_gaps(engine: Engine) -> None:
     import zmq
     from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 

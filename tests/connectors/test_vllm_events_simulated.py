@@ -43,7 +43,7 @@ class Heard:
         self.groups = one.half._groups
         self.levels: dict[str, set[tuple[bytes, int]]] = {"host": set(), "cold": set()}
         self.on_gpu: dict[tuple[bytes, int], tuple[Any, ...]] = {}
-        """What vLLM's own events say of a block."""
+        """The content of each block according to vLLM's own events."""
         self.compared = self.cleared = 0
 
     def publish(self, batch: Any) -> None:
@@ -57,7 +57,7 @@ class Heard:
             stored = type(event).__name__ == "BlockStored"
             if event.medium == "GPU":
                 whole = stored and len(event.token_ids) == event.block_size * len(names)
-                if whole:  # else it passes over blocks that a group has not kept
+                if whole:  # otherwise it skips blocks that a group has not kept
                     self.on_gpu.update(zip(names, self.told(event), strict=True))
                 continue
             level = self.levels["host" if event.ownership is None else event.ownership]
@@ -76,7 +76,7 @@ class Heard:
     def shutdown(self) -> None: ...
 
     def told(self, event: Any) -> list[tuple[Any, ...]]:
-        """Of each block its parent, tokens and kind."""
+        """Return the parent, tokens and kind of each block."""
         size = event.block_size
         parents = [event.parent_block_hash, *event.block_hashes]
         kind = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
@@ -87,7 +87,7 @@ class Heard:
         ]
 
     def keys(self) -> dict[str, set[bytes]]:
-        """Our keys of what the levels are said to hold."""
+        """Return kvladder's keys of the blocks that the levels announce."""
         marks = [group.mark for group in self.groups]
         return {
             level: {(int.from_bytes(one) ^ marks[group]).to_bytes(32) for one, group in names}
@@ -96,7 +96,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_replayed_they_give_each_level_of_each_kind_of_group(
+def test_replayed_events_give_each_level_of_each_kind_of_group(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config.kv_events import KVEventsConfig
@@ -124,7 +124,7 @@ def test_replayed_they_give_each_level_of_each_kind_of_group(
     for _ in range(4):
         one.step()
     ladder = one.half.connector.manager.ladder
-    with ladder.lock:  # nothing is written behind the last step's back from here on
+    with ladder.lock:  # the last step writes nothing from here on
         heard.publish(type("Batch", (), {"events": one.connector.take_events()}))
         held = {name: set(index) for name, index in ladder.indexes.items()}
     assert heard.keys() == held

@@ -30,14 +30,14 @@ NAMED = {key(group, block): (group, block) for group in range(4) for block in ra
 
 
 class FakeMatch:
-    """The blocks that were there when it was asked for; some of them turn out to be lost."""
+    """The blocks found by a lookup; some of them turn out to be lost."""
 
     def __init__(self, cache: FakeCache, keys: Sequence[BlockKey]) -> None:
         self._cache = cache
         blocks = [NAMED[one] for one in keys]
         self.slots = [Slot(100 * group + block) for group, block in blocks[: cache.lead(blocks)]]
         self.sources = ["host"] * len(self.slots)
-        for block in blocks:  # what a tier was thought to have is not there
+        for block in blocks:  # the tier has lost these blocks
             if cache.random.random() < cache.losing:
                 cache.blocks.discard(block)
         self._kept = cache.lead(blocks)
@@ -83,7 +83,7 @@ class FakeCache:
         def keys(group: VllmGroup, start: int, end: int) -> list[BlockKey]:
             return [key(group.index, block) for block in range(start, end)]
 
-        match: Any = self.match  # what it uses of a Fetch
+        match: Any = self.match  # the part of a Fetch that it uses
         return Find(groups, keys, match=match, lookup=self.lookup, own=own, limit=limit)
 
     def answered(self, find: Find) -> int:
@@ -96,7 +96,7 @@ class FakeCache:
 
 
 def needed(group: VllmGroup, own: int, end: int) -> list[Block]:
-    """What a group reads of a prefix that ends there, apart from what vLLM has itself."""
+    """Return the blocks that a group reads of a prefix with this end, except vLLM's own."""
     first = {
         "full": 0,
         "window": max(0, end - group.reach) // group.tokens,
@@ -128,7 +128,7 @@ def models(draw: st.DrawFn) -> VllmGroups:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[VllmGroups, set[Block], int, int]:
-    """A model, what is cached, what vLLM has itself and where a prefix ends at the latest."""
+    """Draw a model, the cached blocks, vLLM's own blocks, and the last possible end of a prefix."""
     groups = draw(models())
     steps = TOKENS_MAX // groups.step
     own = draw(st.integers(0, steps - 1)) * groups.step
@@ -139,7 +139,7 @@ def cases(draw: st.DrawFn) -> tuple[VllmGroups, set[Block], int, int]:
 
 
 @given(cases())
-def test_it_is_the_longest_prefix_that_every_group_can_serve(
+def test_a_search_finds_the_longest_prefix_that_every_group_can_serve(
     case: tuple[VllmGroups, set[Block], int, int],
 ) -> None:
     groups, blocks, own, limit = case
@@ -183,7 +183,7 @@ def test_when_a_tier_does_not_deliver_the_prefix_is_shorter_and_complete(
     assert len(cache.matches) <= len(groups) + ROUNDS_MAX * partial
 
 
-def test_what_was_released_is_not_there() -> None:
+def test_a_released_search_holds_nothing() -> None:
     groups = VllmGroups([VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6)])
     cache = FakeCache({(g, block) for g in range(2) for block in range(8)})
     find = cache.find(groups, 0, 32)
@@ -194,8 +194,8 @@ def test_what_was_released_is_not_there() -> None:
     assert all(match.released for match in cache.matches)
 
 
-def test_only_what_is_read_is_fetched() -> None:
-    """Of a long prefix a window is a few blocks, a state one."""
+def test_only_blocks_that_will_be_read_are_fetched() -> None:
+    """A window reads a few blocks of a long prefix, and a state one."""
     groups = VllmGroups(
         [VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6), VllmGroup(2, "state", 4, 1)]
     )
@@ -206,7 +206,7 @@ def test_only_what_is_read_is_fetched() -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])
-def test_a_model_without_full_attention(kind: Kind) -> None:
+def test_a_model_without_full_attention_is_served(kind: Kind) -> None:
     groups = VllmGroups([VllmGroup(0, kind, 4, 1, 6)])
     cache = FakeCache({(0, 5), (0, 4), (0, 9)})
     assert cache.answered(cache.find(groups, 0, 40)) == (40 if kind == "state" else 24)

@@ -1,4 +1,4 @@
-"""What is known of vLLM's groups agrees with what vLLM's own managers do."""
+"""The connector's model of vLLM's groups agrees with vLLM's own managers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_groups_are_read_from_vllms_configuration() -> None:
         (kv_spec("MambaSpec", mamba_cache_mode="none"), "states that vLLM does not keep at block"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(spec: Any, text: str) -> None:
+def test_unsupported_specs_are_refused_by_name(spec: Any, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         groups_of(config(spec), model="tiny")
 
@@ -75,7 +75,7 @@ def test_hashes_that_do_not_divide_blocks_are_refused() -> None:
         groups_of(config(kv_spec("FullAttentionSpec"), hash_block_size=3), model="tiny")
 
 
-def test_names_differ_by_group_and_say_the_whole_prefix() -> None:
+def test_block_names_differ_by_group_and_depend_on_the_whole_prefix() -> None:
     specs = [kv_spec("FullAttentionSpec", block_size=size) for size in (4, 4, 8)]
     groups = groups_of(config(*specs), model="tiny")
     names = [group.keys(HASHES, 0, 64) for group in groups]
@@ -101,7 +101,7 @@ def manager(name: str) -> Any:
 @pytest.mark.parametrize("kind", ["window", "local", "state"])
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-def test_the_first_block_that_is_read_is_the_first_that_vllm_keeps(kind: str) -> None:
+def test_the_first_block_read_is_the_first_that_vllm_keeps(kind: str) -> None:
     names = {"window": "SlidingWindow", "local": "ChunkedLocalAttention", "state": "Mamba"}
     cls = manager(f"{names[kind]}Manager")
     for tokens in (4, 16):
@@ -125,7 +125,7 @@ def test_the_first_block_that_is_read_is_the_first_that_vllm_keeps(kind: str) ->
     interval=st.sampled_from([None, 0, 1, 2, 5]),
     boundary=st.integers(1, 200),
 )
-def test_what_is_useful_is_what_vllm_itself_would_keep(
+def test_useful_blocks_are_those_that_vllm_itself_would_keep(
     kind: str, window: int, tokens: int, more: int, interval: int | None, boundary: int
 ) -> None:
     from tests.connectors.mixes import spec

@@ -90,7 +90,7 @@ def served(engine: Engine, tokens: Sequence[int], **options: Any) -> Request:
 
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_computed_is_loaded(engines: list[Engine], load: str, ranks: int) -> None:
+def test_computed_blocks_are_loaded(engines: list[Engine], load: str, ranks: int) -> None:
     engine = Engine(HOST, load=load, ranks=ranks)
     engines.append(engine)
     served(engine, prompt(1))
@@ -101,7 +101,7 @@ def test_what_was_computed_is_loaded(engines: list[Engine], load: str, ranks: in
     assert engine.loaded == 30 // TOKENS + 27 // TOKENS
 
 
-def test_blocks_of_generated_tokens_are_saved_unless_told_not_to(engines: list[Engine]) -> None:
+def test_blocks_of_generated_tokens_are_saved_unless_disabled(engines: list[Engine]) -> None:
     for wanted, blocks in ((True, 49 // TOKENS), (False, 30 // TOKENS)):
         engine = Engine(HOST, save_decode=wanted)
         engines.append(engine)
@@ -113,7 +113,7 @@ def test_blocks_of_generated_tokens_are_saved_unless_told_not_to(engines: list[E
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("source", [HOST, COLD], ids=["host", "cold"])
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_ever_read_that_was_not_written(
+def test_no_request_reads_bytes_that_were_not_written(
     engines: list[Engine], load: str, source: dict[str, Any], seed: int
 ) -> None:
     """Shared prefixes, preemption, aborts, failing copies: reads are checked in every step."""
@@ -160,7 +160,7 @@ def test_a_step_that_writes_to_blocks_that_are_being_saved_waits(engines: list[E
     assert engine.loaded == 30 // TOKENS
 
 
-def test_a_request_that_goes_on_does_not_wait_for_its_own_saves(engines: list[Engine]) -> None:
+def test_a_running_request_does_not_wait_for_its_own_saves(engines: list[Engine]) -> None:
     engine = Engine(HOST)
     engines.append(engine)
     served(engine, prompt(5))
@@ -175,7 +175,7 @@ def test_a_request_that_goes_on_does_not_wait_for_its_own_saves(engines: list[En
 
 
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
-def test_a_request_whose_load_failed_computes_and_is_saved_anew(
+def test_a_request_with_a_failed_load_is_computed_and_saved_again(
     engines: list[Engine], load: str
 ) -> None:
     engine = Engine(HOST, load=load)
@@ -187,7 +187,7 @@ def test_a_request_whose_load_failed_computes_and_is_saved_anew(
     while state.lookup.state is not LookupState.COMPUTES:
         engine.step(64)
     assert engine.half.ask(request, 0) == (0, False)
-    assert engine.half.stats()["host"]["blocks"] == 0  # what cannot be used is forgotten
+    assert engine.half.stats()["host"]["blocks"] == 0  # unusable blocks are forgotten
     engine.run(steps_max=40)
     assert engine.loaded == 7  # it was tried, once
     engine.copiers[0].failing = 0.0
@@ -221,7 +221,7 @@ def test_the_answer_is_kept_while_a_request_cannot_be_allocated(
     assert half._answers.pins == 0
 
 
-def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> None:
+def test_blocks_that_vllm_has_itself_are_not_fetched(engines: list[Engine]) -> None:
     class Pool:
         def get_cached_block(self, block_hash: bytes, groups: list[int]) -> object:
             return object() if block_hash in Request("", prompt(1)[:20]).block_hashes else None
@@ -233,12 +233,12 @@ def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> Non
     engine.half.arrived(request)
     assert engine.half._answers.pins == 2  # of seven blocks vLLM has five
     assert engine.half.ask(request, 20) == (8, True)
-    assert engine.half.ask(request, 0) == (28, True)  # it has lost them meanwhile
+    assert engine.half.ask(request, 0) == (28, True)  # it has lost them since
     assert engine.half.ask(request, 28) == (0, False)
     engine.half.finished(request)
 
 
-def test_an_answer_does_not_outlive_what_it_was_about(
+def test_an_answer_is_dropped_when_vllms_own_blocks_change(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm.requests import answers as module
@@ -253,7 +253,7 @@ def test_an_answer_does_not_outlive_what_it_was_about(
     assert half.ask(request, 8) == (20, True)
     with monkeypatch.context() as patch:
         patch.setattr(Find, "done", property(lambda _: False))
-        assert half.ask(request, 0) == (None, False)  # another search, which is under way
+        assert half.ask(request, 0) == (None, False)  # another search, still in progress
     assert half.ask(request, 8) == (20, True)
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36]], 20)
     (load,) = half._loads.values()
@@ -272,7 +272,7 @@ def test_an_abort_before_the_answer_was_used_unpins(engines: list[Engine]) -> No
     assert engine.half._answers.pins == 0
 
 
-def test_saves_that_were_not_reported_count_when_both_halves_are_in_one_process(
+def test_unreported_saves_count_when_both_halves_are_in_one_process(
     engines: list[Engine],
 ) -> None:
     engine = Engine(HOST)
@@ -291,7 +291,7 @@ def test_saves_that_were_not_reported_count_when_both_halves_are_in_one_process(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_could_not_be_made_loses_its_saves_only(
+def test_a_failed_step_loses_only_its_saves(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     engine = Engine(HOST)
@@ -325,7 +325,7 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
 
 @pytest.mark.parametrize("load", ["sync", "layers"])
 @pytest.mark.parametrize("late", [False, True])
-def test_no_forward_pass_reads_what_a_step_that_could_not_be_made_was_to_load(
+def test_no_forward_pass_reads_the_blocks_that_a_failed_step_was_to_load(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, load: str, late: bool
 ) -> None:
     """The engine computes in that very step, so its workers report the loads as failed."""
@@ -344,7 +344,7 @@ def test_no_forward_pass_reads_what_a_step_that_could_not_be_made_was_to_load(
     assert not engine.entries, "all that was saved, before and after, is right"
 
 
-def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
+def test_a_match_that_overlaps_vllms_blocks_is_loaded_from_their_end(
     engines: list[Engine],
 ) -> None:
     engine = Engine(HOST)
@@ -397,7 +397,7 @@ def test_an_allocation_that_fails_in_the_connector_is_a_failed_load(
     assert request.num_tokens == 31
 
 
-def test_a_block_pool_that_comes_after_the_start_is_refused(engines: list[Engine]) -> None:
+def test_a_block_pool_given_after_the_start_is_refused(engines: list[Engine]) -> None:
     engine = Engine(HOST)
     engines.append(engine)
     with pytest.raises(ConfigError, match="block pool"):
@@ -405,7 +405,7 @@ def test_a_block_pool_that_comes_after_the_start_is_refused(engines: list[Engine
 
 
 def test_a_start_that_fails_closes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its arena stays mapped, which ``conftest.py`` notices."""
+    """Otherwise its arena stays mapped, which ``conftest.py`` notices."""
     from kvladder.connectors.vllm import scheduler as module
 
     monkeypatch.setattr(module, "enabled", lambda _: True)
@@ -413,7 +413,7 @@ def test_a_start_that_fails_closes_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         Engine({**HOST, "events": {"max": 0}})
 
 
-def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:
+def test_a_cleared_cache_serves_no_blocks(engines: list[Engine]) -> None:
     engine = Engine(COLD)
     engines.append(engine)
     served(engine, prompt(1))
@@ -429,7 +429,7 @@ def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:
     assert engine.loaded == 0
 
 
-def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -> None:
+def test_messages_between_the_halves_can_be_pickled(engines: list[Engine]) -> None:
     engine = Engine(HOST)
     engines.append(engine)
     engine.add(prompt(1))
@@ -445,7 +445,7 @@ def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -
     engine.run()
 
 
-def test_slots_are_used_as_the_devices_of_all_ranks_have_registered_them(
+def test_slots_are_used_once_the_devices_of_all_ranks_have_registered_them(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[FakeDevice] = []

@@ -23,7 +23,7 @@ from tests.connectors.test_vllm_simulated import prompt
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BLOCKS = {"state": 12, "states": 16, "all": 28, "full": 18}
-"""By model, blocks that two prompts of so many tokens do not fit in."""
+"""The number of blocks by model, too few for two prompts of this many tokens."""
 WHOLE = 56
 Start = Callable[..., Simulation]
 
@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             **options,
         )
         made.append(one)
-        one.add(prompt(9, 8))  # whose save has the ranks map the arena
+        one.add(prompt(9, 8))  # its save makes the ranks map the arena
         one.run()
         return one
 
@@ -62,7 +62,7 @@ def held(one: Simulation, state: bool) -> None:
 
 
 def served(one: Simulation, *, tokens: int = WHOLE, seed: int = 1) -> str:
-    """A request that is over, and its saves are not."""
+    """Run a request to its end, with its saves still in flight."""
     held(one, True)
     request_id = one.add(prompt(seed, tokens))
     for _ in range(20):
@@ -75,7 +75,7 @@ def served(one: Simulation, *, tokens: int = WHOLE, seed: int = 1) -> str:
 
 
 def hits_of(one: Simulation, seed: int = 1) -> int:
-    """How many tokens of that request the cache has, once everything is copied."""
+    """Return the number of that request's tokens in the cache, once all copies have ended."""
     held(one, False)
     one.run()
     one.reset()
@@ -92,9 +92,7 @@ def steps(one: Simulation, count: int = 5) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("model", ["state", "states", "all"])
-def test_a_block_is_given_to_nobody_while_it_is_saved(
-    start: Start, model: str, overlap: bool
-) -> None:
+def test_a_block_is_not_reused_while_it_is_saved(start: Start, model: str, overlap: bool) -> None:
     one = start(model, overlap=overlap)
     served(one)
     other = one.add(prompt(2, WHOLE))
@@ -106,7 +104,7 @@ def test_a_block_is_given_to_nobody_while_it_is_saved(
     assert hits_of(one) == hits_of(one, seed=2) > 0
 
 
-def test_no_request_is_preempted_for_blocks_that_are_about_to_be_free(start: Start) -> None:
+def test_no_request_is_preempted_for_blocks_that_saves_will_soon_free(start: Start) -> None:
     one = start()
     running = one.add(prompt(2, 15), length=40)
     one.step()
@@ -147,7 +145,7 @@ def test_vllm_s_own_cache_can_be_emptied_while_blocks_are_saved(
     assert one.answers[first] == one.answers[f"r{one._count}"]
 
 
-def test_an_aborted_request_s_blocks_are_held_too(start: Start) -> None:
+def test_blocks_of_an_aborted_request_are_held_too(start: Start) -> None:
     one = start()
     held(one, True)
     first = one.add(prompt(1, WHOLE), length=9)
@@ -159,7 +157,9 @@ def test_an_aborted_request_s_blocks_are_held_too(start: Start) -> None:
     assert hits_of(one) > 0
 
 
-def test_what_cannot_be_held_is_not_stored(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_held_are_not_stored(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Holds, "take", lambda *_: None)
     one = start()
     served(one)
@@ -168,9 +168,7 @@ def test_what_cannot_be_held_is_not_stored(start: Start, monkeypatch: pytest.Mon
     assert hits_of(one) == 0  # nor is anything wrong read: each read is checked
 
 
-def test_a_step_that_cannot_be_made_holds_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_holds_no_blocks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its saves never begin, so none of them ends."""
     one = start()
     said: list[str] = []
@@ -193,7 +191,7 @@ def test_a_step_that_cannot_be_made_holds_nothing(
 
 
 @pytest.mark.parametrize(("model", "early"), [("state", False), ("full", True)])
-def test_nothing_is_held_where_the_fence_comes_in_time(
+def test_no_block_is_held_where_the_fence_comes_in_time(
     start: Start, model: str, early: bool
 ) -> None:
     one = start(model, early=early)

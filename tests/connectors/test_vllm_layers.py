@@ -23,7 +23,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def test_a_load_goes_by_layer_where_nobody_is_held_up_by_it(
+def test_a_load_goes_by_layer_where_it_delays_no_other_request(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(HOST, load="layers")
@@ -34,7 +34,7 @@ def test_a_load_goes_by_layer_where_nobody_is_held_up_by_it(
     layered, others = engine.copiers[0].layered, count(9)
 
     def together(*seeds: int) -> int:
-        """How many of these requests, one of which runs before the others come, went by layer."""
+        """Return how many of these requests loaded by layer; one runs before the others."""
         before = len(layered)
         engine.add(prompt(next(others), 8), length=90)
         engine.step(64)

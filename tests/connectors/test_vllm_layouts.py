@@ -1,4 +1,4 @@
-"""The layout that is asked for is one with which vLLM starts: by its own planning of the cache."""
+"""vLLM starts with the requested layout: its own planning of the cache accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 DEFAULT = "LBNHC"
 Groups = list[tuple[int, Any]]
-"""By group, how many layers it has and vLLM's specification of one."""
+"""The number of layers and vLLM's specification of one, by group."""
 
 
 def planner() -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def planner() -> Callable[..., Any]:
 
 
 def backend(name: str, sizes: Sequence[Any], *, latent: bool = False) -> Any:
-    """A back end, as far as planning looks at it."""
+    """The part of a back end that planning reads."""
     methods = {
         "get_name": staticmethod(lambda: name),
         "is_mla": classmethod(lambda cls: latent),
@@ -90,7 +90,7 @@ def hybrid() -> Groups:
 
 
 def start(layout: str, groups: Groups, attention: Any) -> None:
-    """Plan, allocate and map a cache as vLLM does; raises what keeps vLLM from its start."""
+    """Plan, allocate and map a cache as vLLM does; raise the error that would end its start."""
     config = MagicMock()
     config.attention_config.hisparse_config = None
     config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
@@ -119,7 +119,7 @@ def start(layout: str, groups: Groups, attention: Any) -> None:
 def configured(
     size: int, attention: Any, *, known: str, given: bool = True, hybrid: bool = False
 ) -> Any:
-    """The configuration of an engine; ``known`` tells by which way its back end is."""
+    """Return the configuration of an engine; ``known`` selects how its back end is given."""
     layers = {"l0": SimpleNamespace(attn_backend=attention)} if known == "layers" else {}
     chosen = SimpleNamespace(get_class=lambda: attention) if known == "setting" else None
     return SimpleNamespace(
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Groups, int, Any, bool]] = {
 
 @pytest.mark.parametrize("known", ["layers", "setting", "not"])
 @pytest.mark.parametrize("case", CASES)
-def test_vllm_starts_with_the_layout_that_is_asked_for(case: str, known: str) -> None:
+def test_vllm_starts_with_the_requested_layout(case: str, known: str) -> None:
     groups, size, attention, packed = CASES[case]
     config = configured(size, attention, known=known, hybrid="hybrid" in case)
     wish = KVLadderConnector.get_required_kvcache_layout(config)
@@ -157,7 +157,7 @@ def test_vllm_starts_with_the_layout_that_is_asked_for(case: str, known: str) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_packed_cache_is_not_asked_for_exactly_where_vllm_refuses_it(case: str) -> None:
+def test_a_packed_cache_is_requested_except_where_vllm_refuses_it(case: str) -> None:
     groups, _, attention, packed = CASES[case]
     if packed:
         start("BLHNC", groups, attention)
@@ -166,7 +166,7 @@ def test_a_packed_cache_is_not_asked_for_exactly_where_vllm_refuses_it(case: str
             start("BLHNC", groups, attention)
 
 
-def test_a_size_that_vllm_chose_itself_is_one_that_its_back_ends_take() -> None:
+def test_a_block_size_chosen_by_vllm_suits_its_back_ends() -> None:
     assert wanted_layout(configured(16, None, known="not", given=False)) == "BLHNC"
     assert wanted_layout(configured(528, None, known="not", given=False, hybrid=True)) is None
 
@@ -177,7 +177,7 @@ def test_a_latent_back_end_of_multiples_is_trusted_with_the_smallest_alone() -> 
     assert wanted_layout(configured(128, sparse, known="layers")) is None
 
 
-def test_what_cannot_be_found_out_keeps_no_engine_from_its_start() -> None:
+def test_an_unknown_configuration_does_not_prevent_a_start() -> None:
     config = configured(16, None, known="not", given=False)
     config.device_config.device_type = "cpu"
     assert KVLadderConnector.get_required_kvcache_layout(config) is None
@@ -185,7 +185,7 @@ def test_what_cannot_be_found_out_keeps_no_engine_from_its_start() -> None:
     assert KVLadderConnector.get_required_kvcache_layout(config) is None
 
 
-def test_vllm_s_own_back_ends_and_settings_are_what_is_asked() -> None:
+def test_vllm_has_the_back_ends_and_settings_that_kvladder_reads() -> None:
     from vllm.config import AttentionConfig, CacheConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

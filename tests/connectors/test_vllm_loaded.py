@@ -1,4 +1,4 @@
-"""What a rank has in memory: every tensor counts, packed ones too, and who writes is noticed."""
+"""The fingerprint of a rank's weights covers every tensor, and writes are noticed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvladder.errors import ConfigError
 
 
 class Packed(nn.Module):
-    """A linear layer as vLLM's on a CPU: its weights are in a place that nobody can look into."""
+    """A linear layer as vLLM's on a CPU, with packed weights that cannot be read."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Packed(nn.Module):
 
 
 class Layer(nn.Module):
-    """One of a model's layers, whose parts may be anything."""
+    """One of a model's layers; its parts may be of any kind."""
 
     attention: Any
     norm: Any
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Attention layers somewhere below, and a checkpoint's way in."""
+    """A model with attention layers and a method to load a checkpoint."""
 
     def __init__(self, *, inputs: int = 8, shift: float = 0.0) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_the_models_around_the_layers_are_found_drafts_included() -> None:
 
 
 @pytest.mark.slow
-def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
+def test_every_tensor_names_blocks_unless_the_configuration_implies_it(
     load: Callable[[Any], Loaded],
 ) -> None:
     model = Model()
@@ -115,9 +115,7 @@ def test_every_tensor_counts_but_those_that_follow_from_the_configuration(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", [8, 128, 129, 1000])
-def test_weights_that_are_packed_out_of_sight_count(
-    load: Callable[[Any], Loaded], inputs: int
-) -> None:
+def test_packed_weights_name_blocks(load: Callable[[Any], Loaded], inputs: int) -> None:
     model = Model(inputs=inputs)
     loaded = load(model)
     found = {loaded.fingerprint()}
@@ -144,7 +142,7 @@ def test_layers_made_for_adapters_have_the_same_names() -> None:
 
 
 @pytest.mark.slow
-def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) -> None:
+def test_every_write_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
     parameter = model.layers[0].norm.weight
@@ -178,7 +176,7 @@ def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) ->
     assert loaded.fingerprint() not in found
 
 
-def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
+def test_half_loaded_weights_have_no_name(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
     first = loaded.fingerprint()
@@ -195,7 +193,7 @@ def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_prefetched_count_where_they_stay(
+def test_prefetched_weights_are_read_where_they_stay(
     load: Callable[[Any], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers share a buffer on the device, and the parameters are that buffer."""
@@ -230,7 +228,7 @@ def test_weights_that_are_prefetched_count_where_they_stay(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_on_a_model() -> None:
+def test_watching_leaves_nothing_on_a_model() -> None:
     model = Model()
     loaded = Loaded(layers_of(model))
     assert "load_weights" in vars(model)

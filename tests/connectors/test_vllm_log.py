@@ -1,4 +1,4 @@
-"""What is logged inside vLLM: by whom it is printed, how much of it, and what is warned of."""
+"""Log lines inside vLLM: who prints them, how many there are, and the warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Printed(logging.Handler):
-    """What a handler is given."""
+    """Keeps the records of a handler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Printed(logging.Handler):
 
 @pytest.fixture
 def vllm_prints() -> Iterator[Printed]:
-    """In place of vLLM's handler, which only its own loggers have."""
+    """Replace vLLM's handler, which only its own loggers have."""
     logger, printed = logging.getLogger("vllm"), Printed()
     handlers, level, propagates = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [printed], False
@@ -55,7 +55,7 @@ def many(levels: int) -> dict[str, Any]:
     return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *below]}
 
 
-def test_what_the_cache_logs_is_printed_by_vllm_and_by_nobody_else(
+def test_only_vllms_logger_prints_the_log_lines_of_the_cache(
     vllm_prints: Printed,
 ) -> None:
     root = Printed()
@@ -70,7 +70,7 @@ def test_what_the_cache_logs_is_printed_by_vllm_and_by_nobody_else(
     assert root.texts == ["before"]
 
 
-def test_handlers_that_the_user_gave_the_cache_stay_the_only_ones(vllm_prints: Printed) -> None:
+def test_log_handlers_set_by_the_user_stay_the_only_ones(vllm_prints: Printed) -> None:
     mine = Printed()
     logging.getLogger("kvladder").addHandler(mine)
     vllm_log.route()
@@ -78,7 +78,7 @@ def test_handlers_that_the_user_gave_the_cache_stay_the_only_ones(vllm_prints: P
     assert (mine.texts, vllm_prints.texts) == (["a fault"], [])
 
 
-def test_a_client_whose_parameters_are_wrong_does_not_fill_the_log(
+def test_a_client_with_wrong_parameters_does_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     time_s = [0.0]
@@ -143,7 +143,7 @@ def shared(**settings: Any) -> dict[str, Any]:
         ([nvme(), shared()], "files and redis"),
     ],
 )
-def test_what_ends_with_an_engine_that_gets_no_time_is_said(
+def test_blocks_at_risk_without_a_shutdown_timeout_are_warned_of(
     tiers: list[dict[str, Any]], at_risk: str, vllm_prints: Printed
 ) -> None:
     config = load_config({"arena": {"size": "1 GiB"}, "tiers": [{"type": "host"}, *tiers]}, env={})
@@ -193,7 +193,7 @@ def test_a_version_of_vllm_that_was_not_tested_is_warned_of(
     )
 
 
-def test_the_versions_that_are_tested_are_those_that_are_told() -> None:
+def test_the_documented_versions_are_the_tested_ones() -> None:
     page = (ROOT / "docs" / "how-to" / "vllm.md").read_text()
     rows = re.findall(r"^\| (\d+)\.(\d+)\.\d+ \|", page, re.MULTILINE)
     assert tuple((int(major), int(minor)) for major, minor in rows) == vllm_log.TESTED
@@ -203,7 +203,7 @@ def test_the_versions_that_are_tested_are_those_that_are_told() -> None:
     assert project["optional-dependencies"]["vllm"] == [f"vllm{bounds}"]
 
 
-def test_the_version_that_runs_is_the_one_that_is_meant() -> None:
+def test_the_running_version_is_the_intended_one() -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
     from kvladder.connectors.vllm.identity.fingerprint import vllm_version
 

@@ -1,4 +1,4 @@
-"""A request's lookup goes from state to state as its README says, and in no other way."""
+"""A request's lookup changes its state only as its README says."""
 
 from __future__ import annotations
 

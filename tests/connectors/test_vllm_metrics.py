@@ -73,7 +73,7 @@ def value(name: str, engine: str = "0", **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"vllm:kvladder_{name}", labels)
 
 
-def test_what_is_sent_are_the_changes_and_they_add_up() -> None:
+def test_metrics_are_sent_as_changes_that_add_up() -> None:
     from kvladder.connectors.vllm.reports.metrics import EVERY_S, Changes
 
     times = [0.0, 0.0, EVERY_S / 2, EVERY_S / 2, EVERY_S, 5 * EVERY_S, 9 * EVERY_S]
@@ -107,7 +107,7 @@ def test_what_is_sent_are_the_changes_and_they_add_up() -> None:
     assert value("tier_eviction_age_seconds_bucket", tier="host", le="5.0") == 2
 
 
-def test_engines_are_told_apart_and_a_registry_of_another_kind_is_served() -> None:
+def test_metrics_separate_engines_and_work_with_another_kind_of_registry() -> None:
     from kvladder.connectors.vllm.reports.metrics import Changes, PromMetrics
 
     source, prom = Source(), metrics_of(engines=2)
@@ -169,7 +169,7 @@ def test_intervals_are_added_up_for_the_log() -> None:
     assert total.is_empty()
 
 
-def test_a_multi_connector_carries_them() -> None:
+def test_a_multi_connector_carries_the_metrics() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
         MultiConnector,
         MultiKVConnectorPromMetrics,
@@ -246,7 +246,7 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
                     "kvladder_tier_dropped",
                     "kvladder_tier_tenant",
                     "kvladder_tier_server",
-                    "kvladder_export",  # there while a cache is served to others
+                    "kvladder_export",  # present while a cache is exported
                 )
             )
     assert sent.data["kvladder_copied_bytes_total"]["offload"] > 0

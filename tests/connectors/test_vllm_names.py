@@ -1,4 +1,4 @@
-"""What names an engine's blocks: everything that it was given, but for lists with reasons."""
+"""The names of an engine's blocks cover all of its settings, except listed ones with reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEWER = {
     "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
     "VLLM_REQUEST_BODY_LOG_LEVEL",
 }
-"""What vLLM 0.32 does not have yet."""
+"""Settings that vLLM 0.32 does not have yet."""
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -49,7 +49,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 def fields_of(**changes: Any) -> dict[str, str]:
-    """Names of an engine of which ``part__option`` is another one."""
+    """Return the names of an engine with another value of ``part__option``."""
     vllm_config, _ = configs()
     for name, value in changes.items():
         part, _, option = name.partition("__")
@@ -59,7 +59,7 @@ def fields_of(**changes: Any) -> dict[str, str]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_everything_that_changes_the_bytes_changes_the_name() -> None:
+def test_every_setting_that_changes_the_bytes_changes_the_name() -> None:
     plain = fields_of()
     assert fields_of() == plain
     rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "_name_or_path": "x"})
@@ -99,7 +99,7 @@ class Color(Enum):
     RED = 1
 
 
-def test_values_of_every_kind_are_written_alike_in_every_process(tmp_path: Path) -> None:
+def test_values_of_every_kind_have_the_same_text_in_every_process(tmp_path: Path) -> None:
     def text(value: Any) -> str:
         return vllm_fingerprint.settings(SimpleNamespace(part=SimpleNamespace(one=value)))[
             "part.one"
@@ -139,7 +139,7 @@ SILENT = [
     "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
     "model.safetensors.index.fp16.json",
 ]  # fmt: skip
-"""Files that never do, or that another field tells apart."""
+"""Files that never change KV, or that another field covers."""
 TOKENIZER = [
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "vocab.txt",
     "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
@@ -150,11 +150,11 @@ READERS = [
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "modeling_own.py", "tekken.json",
 ]  # fmt: skip
-"""Files of what reads it; each may change KV itself."""
+"""Files of parts that read a tokenizer; each may change KV itself."""
 
 
 def changed(folder: Path, name: str) -> bool:
-    """Whether the fields of a model's folder are others without a file, or with another one."""
+    """Return whether the fields of a model's folder change without a file, or with another one."""
     plain, before = folder_fields({"model": folder}), (folder / name).read_text()
     (folder / name).write_text(f"{before} changed")
     other = folder_fields({"model": folder}) != plain
@@ -167,7 +167,7 @@ def changed(folder: Path, name: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder with a file of each kind, but for what reads a tokenizer."""
+    """Return a model's folder with a file of each kind, except files that read a tokenizer."""
     for name in [*COUNTING, *SILENT, *TOKENIZER]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": 1, "quantization_config": {}}')
@@ -190,7 +190,7 @@ def test_files_that_cannot_change_kv_name_no_blocks(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", [*READERS, "config.json"])
-def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: str) -> None:
+def test_a_tokenizer_names_blocks_where_another_part_reads_it(folder: Path, reader: str) -> None:
     (folder / reader).write_text('{"vision_config": {}}')
     for name in [*COUNTING, reader, *TOKENIZER]:
         assert changed(folder, name) or name == reader == "config.json", name
@@ -199,13 +199,13 @@ def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: 
 
 
 @pytest.mark.parametrize("key", ["auto_map", "text_config", "audio_config", "mm_vision_tower"])
-def test_a_composite_models_tokenizer_counts(folder: Path, key: str) -> None:
+def test_a_composite_models_tokenizer_names_blocks(folder: Path, key: str) -> None:
     (folder / "config.json").write_text(json.dumps({key: {}}))
     assert changed(folder, "tokenizer.json")
 
 
 @needs_vllm
-def test_a_tokenizer_counts_where_vllm_reads_it(folder: Path) -> None:
+def test_a_tokenizer_names_blocks_where_vllm_reads_it(folder: Path) -> None:
     def named(**changes: Any) -> dict[str, str]:
         return fields_of(model_config__model=str(folder), **changes)
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_counts_where_vllm_reads_it(folder: Path) -> None:
 
 
 @needs_vllm
-def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
+def test_folders_of_model_tokenizer_draft_and_code_name_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def folder(name: str, file: str) -> str:
@@ -247,7 +247,9 @@ def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
 
 
 @needs_vllm
-def test_versions_and_plugins_count_on_every_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_plugins_name_blocks_on_every_platform(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = vllm_fingerprint.code_fields()
     assert {"vllm", "torch", "transformers", "plugins"} <= set(plain)
     version = metadata.version
@@ -267,7 +269,7 @@ def test_versions_and_plugins_count_on_every_platform(monkeypatch: pytest.Monkey
     assert vllm_fingerprint.code_fields()["plugins"] == "own-models 1"
 
 
-def test_the_kind_of_device_counts() -> None:
+def test_the_kind_of_device_names_blocks() -> None:
     vllm_config, _ = configs()
     pages = BlockPages.of({"l0": torch.zeros(5, 8)}, blocks=5)
     assert tensor_fields(vllm_config, {0: pages}, ["l0"])["device"] == "cpu"
@@ -278,7 +280,7 @@ def test_the_kind_of_device_counts() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LLaVA, and beside it a link to it."""
+    """Return a tiny LLaVA and a link to it."""
     found = tmp_path_factory.mktemp("names") / "model"
     command = [sys.executable, str(HERE / "pictures.py"), str(found)]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
@@ -287,7 +289,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(model: Path, results: Path, *only: str, **env: str) -> dict[str, Any]:
-    """What ``arguments.py`` finds."""
+    """Return the results of ``arguments.py``."""
     paths = [Path(__file__).parent / "arguments.py", model, model.parent / "other", results]
     command = [sys.executable, *map(str, paths), *only]
     given = environment(VLLM_TARGET_DEVICE="cpu", **env)
@@ -306,7 +308,7 @@ def allowed() -> set[str]:
 
 @needs_vllm
 @pytest.mark.slow
-def test_each_engine_argument_names_the_blocks_or_stands_on_the_page(
+def test_each_engine_argument_names_the_blocks_or_is_listed_on_the_page(
     model: Path, tmp_path: Path
 ) -> None:
     found = named(model, tmp_path / "1", PYTHONHASHSEED="1")
@@ -322,7 +324,7 @@ def test_each_engine_argument_names_the_blocks_or_stands_on_the_page(
 
 
 def tree(value: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """By its name, an object of each of vLLM's classes of settings in a configuration."""
+    """Return an object of each of vLLM's classes of settings in a configuration, by name."""
     if is_dataclass(value) and not hasattr(value, "to_dict") and type(value).__name__ not in found:
         found[type(value).__name__] = value
         for field in fields(value):
@@ -345,7 +347,7 @@ def test_each_field_of_vllms_configuration_names_the_blocks_or_is_left_out() -> 
     for kind, part in found.items():
         parent = SimpleNamespace(part=part, speculative_config=drafts)
         above = whole if part is whole else parent
-        if kind == "ModelConfig":  # which is asked for more than its fields
+        if kind == "ModelConfig":  # more than its fields is read of this one
             part.__dict__.update({field.name: None for field in fields(part)})
         plain = vllm_fingerprint.settings(above)
         for field in fields(part):

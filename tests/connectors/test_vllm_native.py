@@ -54,7 +54,7 @@ def key(number: int, group: int = 0) -> Any:
 
 
 class Native:
-    """What vLLM's tiering does with a tier."""
+    """Calls a tier as vLLM's tiering does."""
 
     def __init__(
         self, model: Path, folder: Path, /, *, tp: int = 1, rows: int = 8, **settings: Any
@@ -105,7 +105,7 @@ def natives() -> Iterator[list[Native]]:
         native.tier.shutdown()
 
 
-def test_what_vllm_hands_down_comes_back_in_the_next_process(
+def test_blocks_handed_down_by_vllm_come_back_in_the_next_process(
     model: Path, tmp_path: Path, natives: list[Native]
 ) -> None:
     first = Native(model, tmp_path / "kv")
@@ -259,7 +259,7 @@ def test_the_policy_agrees_with_a_sorted_list(seed: int) -> None:
             free.append(block.chunk_id)
 
 
-def test_names_cover_what_vllm_tells_its_tiers(
+def test_names_cover_the_fields_that_vllm_gives_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm_native.tier import layout_of
@@ -282,7 +282,7 @@ def test_names_cover_what_vllm_tells_its_tiers(
 def test_jobs_larger_than_the_arena_go_piece_by_piece(
     model: Path, tmp_path: Path, natives: list[Native], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arena has eight slots; what is stored goes on to files, and comes back, through them."""
+    """The arena has eight slots; blocks pass through them to files and back."""
     monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", PATIENCE_S)
     keys, rows = [key(number) for number in range(40)], [*range(40)]
     first = Native(model, tmp_path / "kv", rows=40)

@@ -1,7 +1,7 @@
-"""When vLLM's model runners write to blocks, and when they let a connector fence its saves.
+"""The order in which vLLM's model runners write to blocks and let a connector fence its saves.
 
-Their real ``execute_model`` runs with recorders in place of what writes. A runner that changes the
-order is noticed here; what follows from the order is in the last tests.
+Their real ``execute_model`` runs with recorders in place of the writes. These tests notice a runner
+with another order; the last ones show the consequences of the order.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def run_v1(order: list[str], monkeypatch: pytest.MonkeyPatch, *, tokens: int) ->
 @pytest.mark.parametrize(
     ("tokens", "written"), [(0, ["zero", "copy"]), (1, ["zero", "copy", "move states"])]
 )
-def test_model_runner_v2_v2(
+def test_model_runner_v2_writes_before_the_connector_can_fence(
     monkeypatch: pytest.MonkeyPatch, tokens: int, written: list[str]
 ) -> None:
     order: list[str] = []
@@ -204,7 +204,7 @@ def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> 
         num_computed_tokens_np=np.array([64]),
         prefill_len=SimpleNamespace(np=np.array([80])),
         num_computed_prefill_tokens=np.array([64]),
-        num_computed_tokens=MagicMock(),  # what the device computes positions from
+        num_computed_tokens=MagicMock(),  # the device computes positions from this
     )
     vars(runner).update(req_states=states, block_tables=MagicMock())
     made = output(tokens=1)
@@ -217,7 +217,7 @@ def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> 
     assert not states.num_computed_tokens.mock_calls
 
 
-def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
+def test_the_runner_and_the_zeroing_of_blocks_are_read_from_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     found = {}
@@ -229,15 +229,15 @@ def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
             assert runs_v2(config) is first
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     assert found == {"full": False, "window": False, "state": True}
-    assert runs_v2(SimpleNamespace())  # which does not tell: the worse is assumed
+    assert runs_v2(SimpleNamespace())  # it does not say which runner it has: the worse is assumed
     assert overwrites(SimpleNamespace())
 
 
 @pytest.mark.parametrize("load", ["sync", "layers"])
-def test_vllm_does_not_start_with_loads_that_it_would_recompute_wrongly(
+def test_vllm_refuses_loads_that_it_would_recompute_wrongly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: str
 ) -> None:
-    """Neither with kvladder alone, nor beside connectors whose policy is the engine's own."""
+    """It refuses them with kvladder alone, and beside connectors with the engine's own policy."""
     source = {"host": "1 MiB", "load": load}
     config, cache = vllm_configs(tmp_path, source, MODELS["full"])
     transfer = config.kv_transfer_config
@@ -279,7 +279,7 @@ class Worker:
             make_loaded=FakeLoaded(),
         )
         self.half.register({f"l{n}": self.kv[n] for n in range(LAYERS)})
-        self.half._registers = True  # as on a device, whose tensors these stand for
+        self.half._registers = True  # as on a device, which these tensors stand for
         self.arena = Arena.create(4, 4096)
         self.attach = Attach(self.arena.handle, ((0,),))
         self.job = CopyJob(JobId(1), "offload", (1,), (Slot(0),))
@@ -305,7 +305,7 @@ class Worker:
         self.half.save(step)
 
     def ended(self) -> tuple[bool, bool]:
-        """Whether the save is reported as well, and whether what it stored is."""
+        """Return whether the save was reported, and whether its stored bytes are right."""
         self.half.received()
         report = self.half.report()
         assert report is not None
@@ -330,11 +330,11 @@ def worker() -> Iterator[Worker]:
     [
         (False, False, True, True),
         (True, True, False, False),
-        (True, False, True, False),  # the defect: what is reported is not what was computed
+        (True, False, True, False),  # the defect: the reported bytes are not the computed ones
     ],
     ids=["fence first", "writes first", "writes first, and the half is not told"],
 )
-def test_a_save_whose_block_was_overwritten_is_not_reported(
+def test_a_save_of_an_overwritten_block_is_not_reported(
     worker: Worker, early: bool, late: bool, reported: bool, right: bool
 ) -> None:
     worker.next_step(early=early, late=late)
@@ -348,4 +348,4 @@ def test_a_save_that_had_ended_before_its_block_was_overwritten_is_reported(
     assert worker.ended() == (True, True)
     worker.next_step(early=True, late=True)
     assert worker.half.report() is None
-    assert not worker.half._distrusted  # which would be there for good
+    assert not worker.half._distrusted  # it would stay for good

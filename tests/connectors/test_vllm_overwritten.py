@@ -1,4 +1,4 @@
-"""What is being saved is never what somebody else has written to its blocks meanwhile."""
+"""A save never stores bytes that another request has written to its blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ended(engine: Engine) -> None:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """One whose first request is over while its saves are under way: its blocks are free."""
+    """Return an engine whose first request has ended during its saves: its blocks are free."""
     one = Engine(STACK, blocks=BLOCKS)
     one.add(list(range(32)), length=33)
     one.step(24)
@@ -63,7 +63,7 @@ def test_another_connector_s_load_waits_for_a_save_of_its_blocks(engine: Engine,
     engine.half.arrived(other)
     assert engine.half.ask(other, 0) == (0, False)
     table = list(engine.free)
-    engine.half.allocated(other, [table], 0)  # as MultiConnector tells those that it did not choose
+    engine.half.allocated(other, [table], 0)  # as MultiConnector calls connectors not chosen
     output = engine._output({})
     if way == "sync":  # all but the last token are loaded in the very step
         new: Any = type("New", (), {"block_ids": [table], "num_computed_tokens": 32})
@@ -77,7 +77,7 @@ def test_another_connector_s_load_waits_for_a_save_of_its_blocks(engine: Engine,
     reads_right(engine)
 
 
-def test_a_save_whose_fence_failed_is_not_stored(
+def test_a_save_with_a_failed_fence_is_not_stored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: object) -> None:
@@ -109,7 +109,7 @@ def test_blocks_that_vllm_has_itself_are_not_waited_for(engine: Engine) -> None:
     ended(engine)
 
 
-def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
+def test_a_failed_step_fences_no_save_so_that_none_is_stored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = engine.half.build
@@ -132,8 +132,8 @@ def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
     reads_right(engine)
 
 
-def test_a_step_that_was_made_before_a_load_failed_it_waited_for_is_not_saved() -> None:
-    """vLLM schedules a step before it takes in what came out of the one before."""
+def test_a_step_made_before_its_load_failed_is_not_saved() -> None:
+    """vLLM schedules a step before it processes the output of the one before."""
     engine = Engine(STACK, load="sync")
     engine.add(list(range(16)), length=17)
     engine.run()

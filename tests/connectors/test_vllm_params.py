@@ -1,4 +1,4 @@
-"""What a request of vLLM may say of its blocks, and what becomes of what is wrong."""
+"""The parameters that a vLLM request may set for its blocks, and the handling of wrong ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of_blocks(policy: RequestPolicy, *blocks: int) -> list[tuple[int, float | No
     return policy.priorities(blocks[0], len(blocks), block_tokens=4, prompt_tokens=16)
 
 
-def test_everything_at_once() -> None:
+def test_all_parameters_apply_together() -> None:
     policy = policy_of(
         {
             "priority": 80,
@@ -56,7 +56,7 @@ def test_everything_at_once() -> None:
     assert policy.tiers == Tiers(load=("host", "nvme"), store=("host",))
 
 
-def test_who_says_nothing_changes_nothing() -> None:
+def test_a_request_without_parameters_has_the_default_policy() -> None:
     givens: list[object] = [None, {}, "text", {"kvladder": None}, {"kvladder": {}}, {"others": 1}]
     for given in givens:
         quiet = SimpleNamespace(request_id="r-1", kv_transfer_params=given)
@@ -69,7 +69,7 @@ def test_a_pin_is_the_highest_priority_for_a_while() -> None:
     assert of_blocks(policy_of({"pin_s": 60}), 0, 3, 4) == [(100, 60.0)] * 3
 
 
-def test_one_priority_is_that_of_generated_blocks_too() -> None:
+def test_a_single_priority_applies_to_generated_blocks_too() -> None:
     assert of_blocks(policy_of({"priority": 70}), 3, 4) == [(70, None)] * 2
     assert of_blocks(policy_of({"decode_priority": 10}), 3, 4) == [(35, None), (10, None)]
 
@@ -105,7 +105,7 @@ def test_one_priority_is_that_of_generated_blocks_too() -> None:
         ({"x" * 9999: 1}, "unknown"),
     ],
 )
-def test_what_is_wrong_is_ignored_with_one_warning(
+def test_wrong_parameters_are_ignored_with_one_warning(
     params: object, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert policy_of(params) == NO_POLICY
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_ignored_with_one_warning(
     ("step", "priority", "ours"),
     [(10, 0, 35), (10, -3, 65), (10, 2, 15), (10, 99, 0), (1, -99, 100)],
 )
-def test_vllms_priority_is_mapped_where_it_is_wanted(step: int, priority: int, ours: int) -> None:
+def test_vllms_priority_is_mapped_if_enabled(step: int, priority: int, ours: int) -> None:
     mapping = policies(map_priority=step)
     assert of_blocks(mapping.of(request(None, priority=priority)), 0) == [(ours, None)]
     assert of_blocks(mapping.of(request({"priority": 7}, priority=priority)), 0) == [(7, None)]

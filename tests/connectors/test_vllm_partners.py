@@ -1,4 +1,4 @@
-"""What vLLM's MultiConnector does to a connector that is not alone."""
+"""A connector beside others under vLLM's MultiConnector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOST = {"host": "1 MiB"}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_computed_on_a_failed_load_of_another_is_not_kept(seed: int) -> None:
+def test_blocks_computed_on_another_connectors_failed_load_are_not_kept(seed: int) -> None:
     engine = Engine(HOST, seed=seed)
     tokens = Random(seed).choices(range(50), k=30)
     request = engine.add(tokens)
@@ -38,7 +38,7 @@ def test_what_was_computed_on_a_failed_load_of_another_is_not_kept(seed: int) ->
     engine.step(budget=12)
     assert request.num_computed_tokens == TOKENS  # the block is computed again
     engine.run()
-    for _ in range(2):  # of the first, blocks may be missing whose saves were given up
+    for _ in range(2):  # the first request may lack blocks whose saves were abandoned
         engine.loaded = 0
         engine.add(tokens)
         engine.run()
@@ -46,7 +46,7 @@ def test_what_was_computed_on_a_failed_load_of_another_is_not_kept(seed: int) ->
     engine.close()
 
 
-def test_a_request_is_over_for_us_too_where_vllm_knows_one_group_only(tmp_path: Path) -> None:
+def test_a_request_ends_for_kvladder_too_where_vllm_knows_only_one_group(tmp_path: Path) -> None:
     one = Simulation(tmp_path, HOST, "full")
     one.add(list(range(20)))
     (request,) = one.requests.values()
@@ -57,7 +57,7 @@ def test_a_request_is_over_for_us_too_where_vllm_knows_one_group_only(tmp_path: 
     one.close()
 
 
-def test_another_connector_s_description_and_a_second_of_us_are_refused(tmp_path: Path) -> None:
+def test_a_foreign_description_and_a_second_kvladder_connector_are_refused(tmp_path: Path) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
     one = Simulation(tmp_path, HOST, "full")
@@ -71,7 +71,7 @@ def test_another_connector_s_description_and_a_second_of_us_are_refused(tmp_path
     one.close()
 
 
-def test_another_connector_s_description_carries_ours_and_says_what_it_said() -> None:
+def test_another_connectors_description_carries_kvladders_and_stays_the_same() -> None:
     """Over processes, and to the other connector, which encodes its own."""
     import msgspec
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
@@ -90,7 +90,7 @@ def test_another_connector_s_description_carries_ours_and_says_what_it_said() ->
     assert carry(ours, [SimpleNamespace(get_handshake_metadata=object)]) is ours  # it takes nothing
 
 
-def test_a_request_that_another_connector_brings_is_looked_for_once_that_failed() -> None:
+def test_a_request_of_another_connector_is_searched_for_once_its_load_failed() -> None:
     engine = Engine(HOST, handed_over=True)
     tokens = Random(1).choices(range(50), k=30)
     engine.add(tokens)
@@ -99,20 +99,20 @@ def test_a_request_that_another_connector_brings_is_looked_for_once_that_failed(
     request = engine.add(tokens, kv_transfer_params=brought)
     assert engine.half.ask(request, 0) == (0, False)
     assert not engine.half._answers.pins
-    brought["do_remote_prefill"] = False  # as NixlConnector says once it has tried
+    brought["do_remote_prefill"] = False  # NixlConnector sets this once it has tried
     engine.run()
     assert engine.loaded == 29 // TOKENS
     engine.close()
 
 
-def test_a_producer_saves_and_a_consumer_loads_and_saves_what_says_so(tmp_path: Path) -> None:
+def test_a_producer_saves_and_a_consumer_loads_and_saves_only_on_request(tmp_path: Path) -> None:
     always = {"when": "always", "deadline": "1 h"}
     source = {**HOST, "files": str(tmp_path / "kv"), "capacity": "1 MiB", "fetch": always}
     tokens, more = (Random(seed).choices(range(50), k=30) for seed in range(2))
     blocks = 29 // TOKENS
 
     def twice(role: str, *, params: object = None) -> list[int]:
-        """How many blocks each of two prompts finds, the second time that they are given."""
+        """Return how many blocks each of two prompts finds when it is given a second time."""
         engine = Engine(source, role=role)
         found: list[int] = []
         for prompt in (tokens, more, tokens, more):

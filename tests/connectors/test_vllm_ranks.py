@@ -1,4 +1,4 @@
-"""How the parts of ranks lie in a slot, and who copies which."""
+"""The layout of the ranks' parts in a slot, and which rank copies which."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_stages_have_layers_of_their_own_and_another_split_is_another_namespace(
     assert other.namespace() != layout.namespace()
 
 
-def test_ranks_that_differ_within_a_stage_or_are_missing_are_refused() -> None:
+def test_missing_ranks_and_ranks_that_differ_within_a_stage_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rank 1 has size '\(64, 16\)'"):
         described([(64, 32), (64, 16)], tensor=2)
     with pytest.raises(ConfigError, match=r"ranks \[0\] .*expected 0 .. 1"):
         described([(64, 32)], tensor=2)
 
 
-def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
+def test_a_rank_copies_its_own_layers_and_reports_the_rest_as_done() -> None:
     vllm_config, kv_config = two_groups(tensor=2)
     kv_config.kv_cache_groups[1].layer_names = []  # they are on another stage
     kv_config.kv_tp_replicas = 2
@@ -123,7 +123,7 @@ def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
     arena.close()
 
 
-def test_engines_of_one_data_parallel_group_are_told_apart() -> None:
+def test_engines_of_one_data_parallel_group_have_different_numbers() -> None:
     from vllm.config import ParallelConfig
 
     config = ParallelConfig()

@@ -1,4 +1,4 @@
-"""What the vLLM connector accepts and refuses at start, and what its blocks are named by."""
+"""Settings that the vLLM connector accepts and refuses at start, and the names of its blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, when vLLM is imported
-def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_paths_of_a_stack_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
     """vLLM asks whether CUDA graphs are to be cut while it makes its configuration."""
     pytest.importorskip("vllm")
     from kvladder.connectors.vllm.connector import KVLadderConnector
@@ -83,7 +83,9 @@ def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Pa
         ),
     ],
 )
-def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -> None:
+def test_errors_of_settings_say_where_what_was_found_and_what_is_expected(
+    extra: Any, text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         parse(extra)
 
@@ -181,7 +183,7 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
         check_groups(vllm_config, kv_config, load="async")
 
 
-def test_layers_that_do_not_say_when_they_read_are_refused() -> None:
+def test_layers_that_do_not_announce_their_reads_are_refused() -> None:
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.attention import Attention
 
@@ -234,7 +236,7 @@ def test_layers_of_one_group_may_have_sizes_and_parts_of_their_own() -> None:
     assert group_pages(SimpleNamespace(layer_names=[], kv_cache_spec=state), {}, blocks=5) is None
 
 
-def test_a_vllm_that_lacks_something_is_told_what() -> None:
+def test_a_vllm_without_a_needed_method_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"lack handle_preemptions, needed for fencing saves"):
         check_features(object)
 
@@ -334,10 +336,10 @@ def swapped_link(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["m", "link"])
 @pytest.mark.parametrize("change", [swapped_file, written_file, swapped_folder, swapped_link])
-def test_weights_are_refused_that_were_replaced_since_the_process_began(
+def test_weights_replaced_since_the_process_began_are_refused(
     tmp_path: Path, named: str, change: Callable[[Path], None]
 ) -> None:
-    """The engine reads them at some time between; what it has then is not known."""
+    """The engine reads them at an unknown time in between, so its weights are not known."""
     for name, content in (("m", b"\1"), ("other", b"\2")):
         file = safetensors(tmp_path / name / "model.safetensors", {"a": content * 9000})
     (tmp_path / "link").symlink_to(tmp_path / "m")
@@ -368,7 +370,9 @@ def test_weights_are_refused_that_were_replaced_since_the_process_began(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_one_byte_anywhere_is_another_model(tmp_path: Path, cache: Path, suffix: str) -> None:
+def test_one_changed_byte_anywhere_changes_the_digest(
+    tmp_path: Path, cache: Path, suffix: str
+) -> None:
     whole = 200_000
     found: set[str] = set()
     for at in (None, 0, 1, 4999, whole // 3, whole - 1):
@@ -381,7 +385,7 @@ def test_one_byte_anywhere_is_another_model(tmp_path: Path, cache: Path, suffix:
     assert len(found) == 6
 
 
-def test_an_adapter_that_is_scaled_otherwise_is_another_one(tmp_path: Path, cache: Path) -> None:
+def test_an_adapter_with_another_scale_has_another_name(tmp_path: Path, cache: Path) -> None:
     safetensors(tmp_path / "adapter_model.safetensors", {"a": bytes(100)})
     found = {weights_digest(tmp_path, cache=cache)}
     for alpha in (16, 32):
@@ -390,8 +394,8 @@ def test_an_adapter_that_is_scaled_otherwise_is_another_one(tmp_path: Path, cach
     assert len(found) == 3
 
 
-def test_the_files_that_an_engine_loads_count_and_no_others(tmp_path: Path, cache: Path) -> None:
-    """Those beside the configuration, not what a trainer has left beside or below them."""
+def test_only_files_that_an_engine_loads_change_the_digest(tmp_path: Path, cache: Path) -> None:
+    """Files beside the configuration count; a trainer's other files beside or below them do not."""
     for name in ("training_args.bin", "optimizer.pt", "checkpoint-500/adapter_model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"old")
@@ -420,7 +424,9 @@ def test_other_formats_and_damaged_headers_are_read_as_well(tmp_path: Path, cach
     assert len(found) == 8
 
 
-def test_an_index_counts_by_the_files_that_it_leaves_out(tmp_path: Path, cache: Path) -> None:
+def test_an_index_changes_the_digest_only_by_the_files_it_leaves_out(
+    tmp_path: Path, cache: Path
+) -> None:
     for name in ("a", "b"):
         safetensors(tmp_path / f"{name}.safetensors", {name: bytes(100)})
     index = tmp_path / "model.safetensors.index.json"

@@ -20,7 +20,7 @@ with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
 pytestmark = pytest.mark.slow
 
 
-def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache() -> None:
+def test_a_request_waits_for_blocks_that_another_loads_into_vllms_own_cache() -> None:
     engine = Engine({"host": "1 MiB"})
     tokens = Random(1).choices(range(50), k=30)
     engine.add(tokens)
@@ -36,7 +36,7 @@ def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache() -
     assert half.ask(second, 0) == half.ask(third, 0) == (None, False)
     assert half.ask(third, 28) == (0, False)  # it needs nothing of it
     half.finished(first)
-    assert half.ask(second, 0) == (None, False)  # the copy goes on
+    assert half.ask(second, 0) == (None, False)  # the copy continues
     step = half.build(engine._output({}))
     for worker in engine.workers:
         worker.load(step)

@@ -28,7 +28,7 @@ HOST: dict[str, Any] = {"host": "1 MiB"}
 
 
 def moody(slots: int, *, seed: int = 0, mood: float = 0.1) -> dict[str, Any]:
-    """So many slots on the host, more below; a slot takes a page of memory."""
+    """Return a stack with this many host slots and more below; a slot takes a page of memory."""
     return {
         "arena": {"size": f"{4 * slots} KiB"},
         "fetch": {"budget": "100 %", "deadline": "100 ms"},
@@ -63,7 +63,7 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
+def test_computed_blocks_are_loaded(tmp_path: Path, model: str) -> None:
     one = Simulation(tmp_path, HOST, model, ranks=2)
     unit = max(tokens for _, tokens in one.groups)
     first = one.add(prompt(1, 64), length=20)
@@ -80,7 +80,7 @@ def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
 def test_an_engine_sleeps_and_finds_its_blocks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the hooks that vLLM calls for it, where it has them; all of them, or none."""
+    """The test calls vLLM's hooks for sleep where it has them: all of them, or none."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     hooks = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
@@ -103,7 +103,7 @@ def test_an_engine_sleeps_and_finds_its_blocks_again(
 
 
 def disturb(one: Simulation, random: Random, *, weights: float = 0.05) -> None:
-    """Whatever may happen between two steps; ``weights`` is how often there are others."""
+    """Cause random events between two steps; ``weights`` is the chance of other weights."""
     for request_id in [*one.requests]:
         if random.random() < 0.02:
             one.abort(request_id)
@@ -130,7 +130,7 @@ def windows_or_states(model: str) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("early", [False, True], ids=["fence first", "writes first"])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_ever_read_that_was_not_written(
+def test_no_request_reads_bytes_that_were_not_written(
     tmp_path: Path, model: str, source: str, seed: int, early: bool
 ) -> None:
     """Shared prefixes, preemption, aborts, resets, other weights, copies and tiers that fail.

@@ -1,4 +1,4 @@
-"""vLLM is told where the tokens of a hit came from, and all of them."""
+"""vLLM learns the source of every token of a hit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def load(engine: Engine, request: Request, *, own: int) -> int:
-    """Have what follows the first ``own`` tokens loaded; how many tokens that are."""
+    """Load the blocks after the first ``own`` tokens; return the number of loaded tokens."""
     half = engine.half
     half.arrived(request)
     until(lambda: half.ask(request, own)[0] is not None)
@@ -53,7 +53,7 @@ def load(engine: Engine, request: Request, *, own: int) -> int:
 
 
 def end(engine: Engine, request: Request) -> None:
-    """The load is over, and the request gone."""
+    """End the load and the request."""
     half, worker = engine.half, engine.workers[0]
     half.finished(request)
     step = half.build(engine._output({}))
@@ -65,7 +65,7 @@ def end(engine: Engine, request: Request) -> None:
         half.report(report)
 
 
-def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
+def test_hits_are_reported_by_their_source(engine: Engine) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as Source
 
     from kvladder.connectors.vllm.connector import KVLadderConnector
@@ -98,7 +98,7 @@ def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
     end(engine, request)
 
 
-def test_a_load_that_ends_early_is_told_as_far_as_it_goes(engine: Engine) -> None:
+def test_a_load_that_ends_early_is_reported_up_to_its_end(engine: Engine) -> None:
     engine.add(PROMPTS[0])
     engine.run()
     until(engine.half.connector.manager.idle)

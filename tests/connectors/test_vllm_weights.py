@@ -1,4 +1,4 @@
-"""Names follow the weights in memory: reloads that are noticed or told by a reset, and ranks."""
+"""Names follow the weights in memory: reloads noticed or announced by a reset, and ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start() -> Iterator[Start]:
 
 
 def loaded(engine: Engine, prompt: list[int] = PROMPT) -> int:
-    """How many blocks a request for this prompt gets from the cache."""
+    """Return how many blocks a request for this prompt gets from the cache."""
     before = engine.loaded
     engine.add(prompt, length=len(prompt) + 1)
     engine.run()
@@ -63,7 +63,7 @@ def answer(weights: Weights, *seen: tuple[int, Seen]) -> bool:
     return bool(weights.report(Report(seen=dict(seen))))
 
 
-def test_weights_are_known_once_all_ranks_have_looked() -> None:
+def test_weights_are_known_once_all_ranks_have_read_theirs() -> None:
     weights = Weights([b"a", b"b"])
     assert weights.known
     weights.doubt()
@@ -73,7 +73,7 @@ def test_weights_are_known_once_all_ranks_have_looked() -> None:
     assert weights.known
 
 
-def test_where_one_rank_has_others_all_look() -> None:
+def test_all_ranks_read_their_weights_if_those_of_one_differ() -> None:
     weights = Weights([b"a", b"b"])
     assert answer(weights, (0, Seen(1, b"c", 0, 1)))
     assert not weights.known, "those of the other ranks may be others, too"
@@ -96,7 +96,7 @@ def test_the_weights_at_start_have_no_mark() -> None:
     assert len(set(marks)) == 3
 
 
-def test_vllms_own_cache_is_outdated_if_a_step_before_filled_it() -> None:
+def test_vllms_own_cache_is_outdated_if_an_earlier_step_filled_it() -> None:
     weights, before, emptied = Weights([b"a"]), object(), object()
     for cache in (before, emptied):
         weights.prepare(StepMetadata(), runs=True, cache=cache)
@@ -147,7 +147,7 @@ def test_weights_that_are_read_again_and_are_the_same_keep_their_names(start: St
     assert looked(engine) == [3, 3], "and not in each step"
 
 
-def test_nothing_is_looked_at_while_the_engine_may_be_asleep(start: Start) -> None:
+def test_weights_are_not_read_while_the_engine_may_be_asleep(start: Start) -> None:
     """Steps without a request are made while it sleeps, too: its weights are not in memory."""
     engine = start()
     assert loaded(engine) == 0
@@ -173,7 +173,7 @@ def test_a_request_with_blocks_of_other_weights_is_not_saved(start: Start) -> No
     assert loaded(engine, longer) == 5, "what was complete before"
 
 
-def test_loads_under_way_are_given_up_and_their_blocks_kept(start: Start) -> None:
+def test_loads_in_flight_are_abandoned_and_their_blocks_kept(start: Start) -> None:
     engine = start()
     assert loaded(engine) == 0
     for copier in engine.copiers:
@@ -215,7 +215,7 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
     assert engine.half.ask(request, 2 * TOKENS) == (0, False)
     assert engine.half._states["begun"].apart
     engine.half.finished(request)
-    for resumes in (False, True):  # vLLM asks behind whole blocks, and takes a part of one more
+    for resumes in (False, True):  # vLLM asks after whole blocks, and takes a part of one more
         request = Request("tail", PROMPT)
         engine.half.arrived(request)
         assert engine.half.ask(request, 0) == (0, False)
@@ -237,9 +237,7 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
 
 @pytest.mark.parametrize("error", [RuntimeError("illegal memory access"), TypeError("a bug")])
 @pytest.mark.parametrize("noticed", [True, False])
-def test_weights_that_cannot_be_read_are_of_no_name(
-    start: Start, error: Exception, noticed: bool
-) -> None:
+def test_unreadable_weights_have_no_name(start: Start, error: Exception, noticed: bool) -> None:
     engine = start()
     assert [loaded(engine), loaded(engine)] == [0, 7]
     (models,) = engine.loaded_models
@@ -258,8 +256,8 @@ def test_weights_that_cannot_be_read_are_of_no_name(
     assert loaded(engine) == 7
 
 
-def test_weights_that_cannot_be_read_are_seldom_read_in_vain(start: Start) -> None:
-    """Each attempt takes as long as reading them; once they can be read the cache is used again."""
+def test_unreadable_weights_are_retried_seldom(start: Start) -> None:
+    """Each attempt takes as long as a full read; the cache is used again once one succeeds."""
     engine = start(blocks=80)
     (models,) = engine.loaded_models
     assert loaded(engine) == 0
@@ -278,7 +276,7 @@ def test_weights_that_cannot_be_read_are_seldom_read_in_vain(start: Start) -> No
     assert loaded(engine) == 7
 
 
-def test_weights_that_cannot_be_read_at_start_end_no_engine(start: Start) -> None:
+def test_weights_unreadable_at_the_start_end_no_engine(start: Start) -> None:
     engine = start(failing=RuntimeError("out of memory"))
     assert [loaded(engine), loaded(engine)] == [0, 0]
     engine.loaded_models[0].failing = None
@@ -287,7 +285,7 @@ def test_weights_that_cannot_be_read_at_start_end_no_engine(start: Start) -> Non
     assert loaded(engine) == 7
 
 
-def test_requests_wait_no_longer_than_is_worth_it(
+def test_requests_wait_a_bounded_number_of_steps_for_weights(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm.identity import weights as vllm_weights
@@ -299,7 +297,7 @@ def test_requests_wait_no_longer_than_is_worth_it(
     assert loaded(engine) == 0
 
 
-def test_a_reset_forgets_what_this_engine_alone_has(start: Start, tmp_path: Any) -> None:
+def test_a_reset_forgets_the_blocks_of_this_engine_alone(start: Start, tmp_path: Any) -> None:
     files = {"type": "files", "path": str(tmp_path), "capacity": "4 MiB", "when": "commit"}
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, files]}
     engine = start(source, on_reset="forget")
@@ -310,7 +308,7 @@ def test_a_reset_forgets_what_this_engine_alone_has(start: Start, tmp_path: Any)
     assert [loaded(engine), loaded(engine)] == [0, 7]
 
 
-def test_what_is_told_of_weights_can_be_pickled(start: Start) -> None:
+def test_messages_about_weights_can_be_pickled(start: Start) -> None:
     engine = start(ranks=2)
     engine.half.reset()
     engine.add(PROMPT, length=len(PROMPT) + 1)
@@ -320,7 +318,7 @@ def test_what_is_told_of_weights_can_be_pickled(start: Start) -> None:
     engine.run()
 
 
-def test_kv_tensors_are_let_go_for_a_sleep_and_taken_again(
+def test_kv_tensors_are_released_for_a_sleep_and_taken_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()

@@ -43,7 +43,7 @@ def served(params: object, **options: Any) -> Any:
     return engine
 
 
-def test_a_request_that_is_not_to_be_saved_is_not() -> None:
+def test_a_request_that_disables_saving_is_not_saved() -> None:
     engine = served({"save": False})
     assert engine.loaded == 0
     engine.close()
@@ -99,7 +99,7 @@ def turn(engine: Any, tokens: Any, **params: Any) -> int:
 
 
 def written(engine: Any) -> None:
-    """Nothing is on its way down any more."""
+    """Wait until no block is being written below."""
     until(engine.half.connector.manager.idle)
 
 
@@ -115,7 +115,7 @@ def opened(**host: Any) -> Any:
     return Engine({"arena": {"size": "256 KiB"}, "fetch": fetch, "tiers": tiers})
 
 
-def test_what_a_session_alone_has_goes_with_it() -> None:
+def test_blocks_used_only_by_a_session_are_removed_with_it() -> None:
     engine = opened()
     turn(engine, range(32), session="a")
     turn(engine, [*range(16), *range(100, 116)], session="b")
@@ -131,7 +131,7 @@ def test_what_a_session_alone_has_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_requests_without_a_session_use_outlasts_it(when: str) -> None:
+def test_blocks_used_without_a_session_outlast_it(when: str) -> None:
     engine = opened()
     others = {"save": False} if when == "after" else {"priority": 100}
     if when == "before":
@@ -147,7 +147,7 @@ def test_what_requests_without_a_session_use_outlasts_it(when: str) -> None:
     engine.close()
 
 
-def test_without_a_threshold_what_a_session_had_goes_next() -> None:
+def test_without_a_threshold_blocks_of_an_ended_session_are_evicted_next() -> None:
     engine = opened(min_priority=0)
     turn(engine, range(32), session="a")
     turn(engine, range(100, 132), session="b")
@@ -173,7 +173,7 @@ def test_a_session_that_ended_is_named_once_and_its_request_served(
     engine.close()
 
 
-def test_a_session_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_session_is_named(caplog: pytest.LogCaptureFixture) -> None:
     engine = opened()
     manager = engine.half.connector.manager
     turn(engine, range(32), session="a")
@@ -186,7 +186,7 @@ def test_a_session_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) 
     engine.close()
 
 
-def test_what_a_session_needs_next_is_brought_up_before_it_comes() -> None:
+def test_blocks_of_a_sessions_next_request_are_prefetched() -> None:
     engine = opened()
     manager = engine.half.connector.manager
     turn(engine, range(32), session="a")
@@ -198,7 +198,7 @@ def test_what_a_session_needs_next_is_brought_up_before_it_comes() -> None:
     assert manager.lookup(keys).total == len(keys)
 
     def comes() -> bool:
-        turn(engine, range(500, 508), prefetch=["a"])  # other requests run meanwhile
+        turn(engine, range(500, 508), prefetch=["a"])  # other requests run in between
         return bool(manager.lookup(keys).host == len(keys))
 
     until(comes)
@@ -207,7 +207,7 @@ def test_what_a_session_needs_next_is_brought_up_before_it_comes() -> None:
     engine.close()
 
 
-def test_a_pin_outlasts_what_is_used_more() -> None:
+def test_a_pinned_block_outlasts_blocks_that_are_used_more() -> None:
     engine = opened()
     turn(engine, range(32), session="a", pin_s=600)
     index = engine.half.connector.manager._stack.host.index

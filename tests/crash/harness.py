@@ -1,4 +1,4 @@
-"""A files tier on a fake disk, and what must hold for it whatever happened before."""
+"""A files tier on a fake disk, and the invariants that hold after any crash."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def key(number: int) -> BlockKey:
 
 
 def data(block: BlockKey) -> bytes:
-    """Bytes that shrink, and of which no two sectors are alike."""
+    """Return compressible bytes in which no two sectors are alike."""
     return Random(block).randbytes(LAYOUT.block_bytes // 5) * 5
 
 
@@ -50,10 +50,10 @@ class WrongBytes(AssertionError):
 
 @dataclass
 class Model:
-    """What the tier said that it stored, and everything that it was ever asked to store."""
+    """The blocks that the tier reported as stored, and all that it was ever asked to store."""
 
     promised: dict[int, BlockKey] = field(default_factory=dict[int, BlockKey])
-    """By place: what must be found as long as the disk keeps what it is given."""
+    """Blocks by place that must be found as long as the disk keeps its bytes."""
     asked: set[tuple[BlockKey, int]] = field(default_factory=set[tuple[BlockKey, int]])
 
 
@@ -65,16 +65,16 @@ class Machine:
         self.model = Model()
         self.errors: list[TierError] = []
         self.told: list[str] = []
-        """What tiers had to say."""
+        """Messages of tiers."""
         self.failed: list[str] = []
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
         self.fields: Mapping[str, str] = told(LAYOUT.all_fields, salt=salt)
         self.home = ROOT / self.space.hex()[:16]
         self.labels = Labels(self.space, LAYOUT.block_bytes, verify=True)
-        """Of the level that the tier was opened for."""
+        """Labels of the level that the tier was opened for."""
         self.refused = Counter[Outcome | None]()
-        """What became of reads that came to nothing."""
+        """The verdicts of reads without a block."""
         self._arena = Arena.create(CAPACITY + SCRATCH, LAYOUT.slot_bytes)
         self._arena.set_aside(SCRATCH)
         slots = self._arena.lease(CAPACITY)
@@ -82,7 +82,7 @@ class Machine:
         self._slots = slots
 
     def wrap(self, tier: FilesTier) -> Any:
-        """What stands before the tier."""
+        """Wrap the tier."""
         return tier
 
     async def open(
@@ -96,9 +96,9 @@ class Machine:
         segments_min: int = 2,
         tries: int = 1,
     ) -> tuple[FilesTier, list[RecoveredBlock]]:
-        """Open a tier with segments of three blocks; returns it and what it recovered.
+        """Open a tier with segments of three blocks; return it and its recovered blocks.
 
-        As a level does, it opens the tier again if that failed, ``tries`` times in all.
+        After a failure it opens the tier again, as a level does, ``tries`` times in all.
         """
         tier = self.wrap(
             FilesTier(
@@ -136,7 +136,7 @@ class Machine:
     async def open_again(
         self, tier: FilesTier, *, verify: bool = True, capacity: int = CAPACITY
     ) -> tuple[FilesTier, list[RecoveredBlock]]:
-        """Close a tier and open another one on what it left."""
+        """Close a tier and open another one on its files."""
         await tier.aclose()
         return await self.open(verify=verify, capacity=capacity)
 
@@ -145,7 +145,7 @@ class Machine:
         return [SampleBlock(key(number), place, self._slots[place]) for number, place in blocks]
 
     def writes(self, blocks: Sequence[SampleBlock]) -> list[Write]:
-        """What a level has a tier put: their bytes are in their slots."""
+        """Return writes as a level makes them, with their bytes in their slots."""
         for block in blocks:
             self._arena.view(block.slot)[: LAYOUT.block_bytes] = data(block.key)
         return [
@@ -180,7 +180,7 @@ class Machine:
         self.errors.append(error)
 
     async def get(self, tier: FilesTier, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
-        """What the tier has of these; asserts that what it gives is right."""
+        """Return which of these the tier has, and assert that the bytes are right."""
         found: list[bool] = []
         for block, place in wanted:
             view = self._arena.view(self._slots[0])
@@ -257,7 +257,7 @@ class Machine:
 
 
 def new_disk(seed: int = 0) -> FakeDisk:
-    """A disk on which strangers, and another namespace that takes half of the room, are at home."""
+    """Return a disk with foreign files, and another namespace that takes half of the room."""
     disk = FakeDisk(Path("/disk"), ROOT, ROOT / "0123456789abcdef", seed=seed)
     for path, content in STRANGERS.items():
         disk.put(path, content)

@@ -1,7 +1,7 @@
-"""A cache over files whose clock is wrong for a while, and whose power goes at every single call.
+"""A cache over files with a wrong clock for a while, and a power loss at every single call.
 
 The law: a block that a purge reported as gone is not served again, and none of its bytes are on the
-disk, though it had expired by a clock that ran ahead and that is set back afterwards.
+disk. This holds even if the block expired by a fast clock that is set back afterwards.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ async def fill(disk: FakeDisk) -> None:
 
 
 async def purge_ahead(disk: FakeDisk) -> None:
-    """What expired is purged, by a process whose clock runs ahead.
+    """Purge expired blocks in a process with a fast clock.
 
-    Without power it ends all the same: nothing that it does then reaches the disk.
+    After the power loss it ends all the same: none of its later calls reaches the disk.
     """
     cache = await cache_on(disk, epoch_s=EPOCH_S + AHEAD_S)
     assert cache.manager.lookup(RED).total == 0
@@ -62,7 +62,7 @@ async def purge_ahead(disk: FakeDisk) -> None:
 
 
 async def look(disk: FakeDisk, *, blue: bool) -> None:
-    """By a clock that is right again."""
+    """Check the blocks by a clock that is right again."""
     cache = await cache_on(disk)
     assert cache.manager.lookup(RED).total == 0
     assert await cache.load(RED) == []
@@ -71,7 +71,7 @@ async def look(disk: FakeDisk, *, blue: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "misdirect"])
-def test_what_expired_by_a_clock_that_ran_ahead_is_purged_for_good(mode: Mode) -> None:
+def test_a_purge_is_final_for_blocks_that_a_fast_clock_expired(mode: Mode) -> None:
     for number in count(1):
         disk = FakeDisk(ROOT.parent, ROOT, seed=number)
         sim_run(fill(disk))

@@ -1,7 +1,7 @@
-"""META and the index log when any of their bytes is damaged, or they are lost; and two processes.
+"""META and the index log with any damaged byte, or lost; and two processes.
 
-The law: every block is found again, but for one whose own record is damaged; nothing is served that
-was not stored, and the capacity is kept by all processes together, whenever one of them ends.
+The law: every block is found again, except one with a damaged record of its own. Only stored bytes
+are served. All processes together keep the capacity, whenever one of them ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lived(seed: int = 0) -> Machine:
 
 
 async def missed(machine: Machine) -> int:
-    """Of the blocks that were promised, how many are not found."""
+    """Return how many of the promised blocks are not found."""
     tier, recovered = await machine.open()
     found = {(item.key, item.place) for item in recovered}
     assert found <= machine.model.asked
@@ -50,7 +50,7 @@ def test_any_damaged_byte_costs_one_block_at_most(name: str, mask: int) -> None:
     machine = lived()
     disk, path = machine.disk, machine.home / name
     content = disk.content(path)
-    step = 1 if name == "META" else 7  # all bytes of a record, each of another one
+    step = 1 if name == "META" else 7  # all bytes of a record, each in another copy
     for byte in range(0, len(content.rstrip(b"\0")), step):
         disk.put(path, content)
         disk.flip(path, byte, mask)
@@ -63,7 +63,9 @@ def test_any_damaged_byte_costs_one_block_at_most(name: str, mask: int) -> None:
 
 @pytest.mark.parametrize("lost", [("META",), ("index.log",), ("META", "index.log")])
 @pytest.mark.parametrize("left", [None, b"", b"\0" * 4096])
-def test_what_is_lost_is_told_by_the_blocks(lost: tuple[str, ...], left: bytes | None) -> None:
+def test_lost_files_are_rebuilt_from_block_headers(
+    lost: tuple[str, ...], left: bytes | None
+) -> None:
     machine = lived()
     for name in lost:
         path = machine.home / name
@@ -78,7 +80,7 @@ def test_what_is_lost_is_told_by_the_blocks(lost: tuple[str, ...], left: bytes |
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
+def test_the_rewrite_of_a_lost_log_survives_a_power_loss(mode: Mode) -> None:
     for number in count(1):
         machine = lived(seed=number)
         disk = machine.disk
@@ -99,8 +101,8 @@ def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "tear"])
-def test_one_of_two_processes_ends_at_every_call(mode: Mode) -> None:
-    """It dies, and its directory is free: the other one goes on, and the next one takes it back."""
+def test_the_death_of_one_process_at_any_call_leaves_the_other_working(mode: Mode) -> None:
+    """Its directory is free after its death: the other process continues, a third takes it."""
 
     async def both(one: Machine, other: Machine) -> None:
         first, _ = await one.open(engines=2, capacity=CAPACITY // 2)

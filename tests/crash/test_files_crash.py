@@ -41,7 +41,7 @@ def before(disk: FakeDisk) -> None:
 
 
 class CodedMachine(Machine):
-    """Its blocks are compressed and encrypted, and leave out the end of their slots."""
+    """A machine with compressed and encrypted blocks, which leave the end of their slots empty."""
 
     def wrap(self, tier: FilesTier) -> Any:
         return CodedTier(tier, [ZstdCodec(), AesGcmCodec()])
@@ -56,7 +56,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
+def test_files_survive_a_power_loss_at_every_call(mode: Mode, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk(seed=number)
         before(disk)
@@ -71,7 +71,7 @@ def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-def test_every_call_fails_once(code: int, kind: type[Machine]) -> None:
+def test_files_survive_one_failure_of_every_call(code: int, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk()
         before(disk)
@@ -81,7 +81,7 @@ def test_every_call_fails_once(code: int, kind: type[Machine]) -> None:
         sim_run(live(machine, tries=2))  # no call's failure is a wrong setting
         if code == errno.ENOSPC:
             found = zip(machine.failed, machine.errors, strict=True)
-            for call, error in found:  # whatever else is without room has failed
+            for call, error in found:  # all other calls without room have failed
                 assert isinstance(error, TierFull) == (call == "put"), (call, error)
                 assert error.temporary
         machine.errors.clear()

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of writing: what they said they stored is there."""
+"""Processes killed during writes: every block that they reported as stored is found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def open_tier(path: Path, arena: Arena) -> FilesTier:
 
 
 async def write_for_ever(path: Path) -> None:
-    """Store blocks at random places, over and over; say which were stored and which will go."""
+    """Store blocks at random places for ever; print the stored ones and those to be removed."""
     arena = Arena.create(BATCH, LAYOUT.slot_bytes)
     slots = arena.lease(BATCH)
     assert slots is not None
@@ -78,7 +78,7 @@ def say(*words: object) -> None:
 
 
 async def check(path: Path, promised: dict[int, int]) -> None:
-    """Everything that was stored and not about to be overwritten is there, right."""
+    """Check that all stored blocks that were not being overwritten are there and right."""
     arena = Arena.create(1, LAYOUT.slot_bytes)
     (slot,) = arena.lease(1) or []
     tier = await open_tier(path, arena)
@@ -95,7 +95,7 @@ async def check(path: Path, promised: dict[int, int]) -> None:
 
 
 async def open_beside(path: Path, arena: Arena, process: int) -> None:
-    """Whoever comes meanwhile gets a directory of its own."""
+    """Open a tier beside it, which gets a directory of its own."""
     tier = await open_tier(path, arena)
     home = LAYOUT.namespace().hex()[:16]
     assert tier.describe()["directory"] == f"{home}.1"
@@ -108,7 +108,7 @@ async def open_beside(path: Path, arena: Arena, process: int) -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 7, 40])
-def test_kill_9_in_the_middle_of_writing(tmp_path: Path, batches: int) -> None:
+def test_files_survive_kill_9_during_a_write(tmp_path: Path, batches: int) -> None:
     process = subprocess.Popen(
         [sys.executable, __file__, str(tmp_path)],
         stdout=subprocess.PIPE,

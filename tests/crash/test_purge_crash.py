@@ -65,7 +65,7 @@ def filled(seed: int = 0) -> Salted:
 
 
 def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
-    """Of which blocks anything that tells them apart is in a segment."""
+    """Return the blocks that have identifying bytes in a segment."""
     home = f"{machine.home}/seg-"
     raw = b"".join(
         machine.disk.content(path)
@@ -78,7 +78,7 @@ def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
 
 
 async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
-    """What a tier finds; ``blue`` None if the disk may have lost blocks that stay."""
+    """Check which blocks a tier finds; ``blue`` is None if the disk may have lost some."""
     tier, recovered = await machine.open()
     keys = {item.key for item in recovered}
     assert red or not keys & {key(number) for number in (*RED, GONE[0])}
@@ -91,7 +91,7 @@ async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
     await tier.aclose()
 
 
-def test_a_purge_leaves_nothing_of_a_salt_and_all_of_the_others() -> None:
+def test_a_purge_removes_all_blocks_of_one_salt_and_no_others() -> None:
     machine = filled()
     assert bytes_of(machine, [*RED, GONE[0]]) == [*RED, GONE[0]], "they can be told"
     assert purge(machine.disk) == [Purged(machine.space.hex(), len(RED), len(RED) + 1)]
@@ -102,7 +102,7 @@ def test_a_purge_leaves_nothing_of_a_salt_and_all_of_the_others() -> None:
     machine.close()
 
 
-def test_a_purge_of_all_leaves_no_file_of_ours_and_every_other() -> None:
+def test_a_purge_of_all_removes_our_files_and_keeps_foreign_ones() -> None:
     machine = filled()
     stored = len(RED) + len(BLUE)
     assert purge(machine.disk, None) == [Purged(machine.space.hex(), stored, stored + 1)]
@@ -114,11 +114,11 @@ def test_a_purge_of_all_leaves_no_file_of_ours_and_every_other() -> None:
 
 @pytest.mark.parametrize("salt", ["red", None])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -> None:
+def test_a_purge_survives_a_power_loss_at_every_call(mode: Mode, salt: str | None) -> None:
     for number in count(1):
         machine = filled(seed=number)
         disk = machine.disk
-        if mode == "misdirect":  # a block that lies within another, whole one is not found
+        if mode == "misdirect":  # a block inside another, whole one is not found
             disk.crash("keep")
         cut = disk.cuts(number, partial(purge, disk, salt))
         disk.crash(mode)
@@ -135,7 +135,7 @@ def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -
 
 
 async def reuse(machine: Machine) -> None:
-    """Places of the salt that is purged are taken by blocks of another one, and one by a third."""
+    """Store blocks of another salt at places of the purged one, and one block of a third salt."""
     tier, _ = await machine.open()
     await machine.remove(tier, *RED.items())
     await machine.put(tier, (12, 0), (13, 3))
@@ -146,7 +146,7 @@ async def reuse(machine: Machine) -> None:
 
 
 async def erase(machine: Machine) -> None:
-    """What a running cache does for a purge."""
+    """Erase blocks as a running cache does in a purge."""
     red = salt_digest(machine.space, "red")
     tier, recovered = await machine.open()
     await tier.remove([Ref(one.key, one.place) for one in recovered if one.facts.salt == red])
@@ -158,8 +158,8 @@ async def erase(machine: Machine) -> None:
 
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_while_a_salts_places_are_used_again(mode: Mode, *, runs: bool) -> None:
-    """The header of the new block may be there, and bytes of the old one still behind it."""
+def test_reuse_of_a_purged_salts_places_survives_a_power_loss(mode: Mode, *, runs: bool) -> None:
+    """The header of the new block may be there, followed by bytes of the old one."""
     for number in count(1):
         machine = filled(seed=number)
         disk = machine.disk
@@ -207,8 +207,8 @@ def test_a_running_cache_compares_blocks_with_their_headers_once() -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("salt", ["red", None])
-def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
-    """A purge that does not do all of it says so."""
+def test_a_purge_survives_one_failure_of_every_call(code: int, salt: str | None) -> None:
+    """An incomplete purge reports an error."""
     for number in count(1):
         machine = filled()
         disk = machine.disk
@@ -231,7 +231,7 @@ def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
             break
 
 
-def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
+def test_a_purge_refuses_a_directory_in_use() -> None:
     machine = filled()
 
     async def running() -> None:
@@ -246,8 +246,8 @@ def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
     machine.close()
 
 
-def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> None:
-    """A log that is written anew meanwhile must not bring back what a purge reported as gone."""
+def test_a_synced_removal_outlives_a_compaction_that_began_earlier() -> None:
+    """A log being rewritten must not bring back blocks that a purge reported as gone."""
     machine = filled()
 
     async def work() -> None:

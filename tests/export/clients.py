@@ -1,4 +1,4 @@
-"""What a client of an exporter does, without the network between the two."""
+"""The calls of an exporter's client, without the network between the two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.label import NO_FACTS, Facts, Labels
 
 SIZE = 4000
-"""Of a client's whole block; with label and length behind it a page is not enough."""
+"""The size of a client's whole block; with label and length it exceeds a page."""
 SERVER = server_layout(SIZE)
 SPACE = LAYOUT.namespace()
 
@@ -33,14 +33,14 @@ def payload(key: bytes, length: int = SIZE) -> bytes:
 
 @dataclass
 class Client:
-    """One session, whose namespace is ``space``."""
+    """One session over the namespace ``space``."""
 
     offers: Offers
     session: int = 1
     space: bytes = SPACE
     op: int = 0
     pieces: int = 0
-    """Of gets."""
+    """The number of pieces of all gets."""
 
     async def hello(self, block_bytes: int = SIZE) -> str:
         return await self.offers.hello(self.session, self.space, block_bytes)
@@ -52,7 +52,7 @@ class Client:
     async def granted(
         self, keys: Sequence[bytes], facts: Facts = NO_FACTS, *, length: int = SIZE
     ) -> list[int]:
-        """Ask for slots; ``op`` is the operation then."""
+        """Ask for slots; ``op`` becomes the operation."""
         self.op += 1
         lengths, said = [length] * len(keys), [facts] * len(keys)
         return [*await self.offers.grant(self.session, self.op, keys, lengths, said)]
@@ -63,7 +63,7 @@ class Client:
     async def put(
         self, keys: Sequence[bytes], facts: Facts = NO_FACTS, *, length: int = SIZE
     ) -> list[bool]:
-        """Put blocks as a client does, in as many pieces as that takes; which of them are there."""
+        """Put blocks as a client does, in as many pieces as needed; return which are stored."""
         slots = await self.granted(keys, facts, length=length)
         labels = [b""] * len(keys)
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
@@ -79,7 +79,7 @@ class Client:
         return stored
 
     async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The bytes of these blocks, whose labels are checked, piece by piece."""
+        """Return the bytes of these blocks piece by piece, with checked labels."""
         found: list[bytes | None] = []
         while len(found) < len(keys):
             found += await self._piece(keys[len(found) :])
@@ -111,7 +111,7 @@ class Client:
 async def server(
     *levels: LevelSpec, slots: int = 16, **options: Any
 ) -> AsyncIterator[tuple[SimCache, ServerOffers]]:
-    """A cache without an engine, and what it offers; nothing may be left in the end."""
+    """Open a cache without an engine and its offers; assert that nothing is left at the end."""
     cache = await SimCache.open(*levels, slots=slots, layout=SERVER, **options)
     offers = ServerOffers(cache.manager, inline_blocking)
     try:
@@ -125,7 +125,7 @@ async def server(
 async def engine(
     *levels: LevelSpec, names: list[str] | None = None, slots: int = 16
 ) -> AsyncIterator[tuple[SimCache, EngineOffers]]:
-    """An engine's cache, and what it offers."""
+    """Open an engine's cache and its offers."""
     cache = await SimCache.open(*levels, slots=slots)
     offers = EngineOffers(cache.manager, inline_blocking, levels=names)
     try:

@@ -1,4 +1,4 @@
-"""An exporter's process that does what files tell it, in place of clients: no network, no NIXL."""
+"""An exporter's process that follows orders in files instead of clients: no network, no NIXL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.export.clients import Client, keys_of
 
 @asynccontextmanager
 async def serving(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingStarted]:
-    """``told.keys`` is a folder: a request is a file in it, its answer another one."""
+    """Serve orders from the folder ``told.keys``: a file is a request, another file its answer."""
     folder = Path(told.keys)
     if (folder / "refuse").exists():
         raise ConfigError("in use", path="listen", hint="another port")

@@ -24,7 +24,7 @@ FACTS = Facts(70, 60, 123.5, b"8 bytes.", 3)
 
 
 class Recording:
-    """Answers of a cache, and what it was asked."""
+    """Answers like a cache, and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -32,9 +32,9 @@ class Recording:
         self.cancelled = 0
         self.arena = Arena.create(8, 4096)
         self.mapped = Arena.attach(self.arena.handle, writable=False)
-        """As the exporter's process maps it."""
+        """The arena as the exporter's process maps it."""
         self.open: list[tuple[str, list[int]]] = []
-        """What was called when which slots could be written to."""
+        """Each call, with the slots that were writable at that time."""
 
     def close(self) -> None:
         self.mapped.close()
@@ -112,7 +112,7 @@ async def linked(near: Recording) -> AsyncIterator[tuple[FarOffers, Pipe, Pipe]]
         near.close()
 
 
-async def test_calls_and_answers_arrive_as_what_they_are() -> None:
+async def test_calls_and_answers_keep_their_types() -> None:
     near = Recording()
     near.goes_on.set()
     async with linked(near) as (far, _, _):
@@ -130,7 +130,7 @@ async def test_calls_and_answers_arrive_as_what_they_are() -> None:
         assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, removed, (1,)]
 
 
-async def test_the_cache_is_told_texts_and_counts() -> None:
+async def test_the_cache_receives_texts_and_counts() -> None:
     near = Recording()
     async with linked(near) as (far, calling, _):
         far.say("new clients do not find this end")
@@ -139,7 +139,7 @@ async def test_the_cache_is_told_texts_and_counts() -> None:
         assert near.calls == [("new clients do not find this end",), ({"clients": 1},), (1, [])]
 
 
-async def test_what_the_cache_raises_is_raised_over_there() -> None:
+async def test_errors_of_the_cache_are_raised_in_the_child() -> None:
     async with linked(Recording()) as (far, _, serving):
         with pytest.raises(TierError, match="not now") as raised:
             await far.commit(1, 2, [])
@@ -150,7 +150,7 @@ async def test_what_the_cache_raises_is_raised_over_there() -> None:
 
 
 class Slots(Recording):
-    """Grants the slots that lengths say."""
+    """Grants the slots given as lengths."""
 
     async def grant(self, *arguments: Any) -> list[int]:
         lengths: list[int] = arguments[3]
@@ -158,7 +158,7 @@ class Slots(Recording):
         return lengths
 
 
-async def test_slots_can_be_written_to_from_their_grant_until_it_is_over_and_no_others() -> None:
+async def test_slots_are_writable_only_while_they_are_granted() -> None:
     near = Slots()
     async with linked(near) as (far, _, _):
 
@@ -182,7 +182,7 @@ async def test_slots_can_be_written_to_from_their_grant_until_it_is_over_and_no_
         ]  # fmt: skip
 
 
-async def test_a_grant_that_cannot_be_opened_fails_and_one_that_cannot_be_closed_ends_all(
+async def test_failing_to_open_a_grant_fails_the_call_and_to_close_it_ends_the_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near = Slots()
@@ -203,7 +203,7 @@ async def test_a_grant_that_cannot_be_opened_fails_and_one_that_cannot_be_closed
                 await far.commit(1, 3, [])
 
 
-async def test_nobody_waits_for_a_release_and_what_is_called_next_comes_after_it() -> None:
+async def test_a_release_returns_at_once_and_stays_before_later_calls() -> None:
     near = Recording()
     async with linked(near) as (far, _, serving):
         async with asyncio.timeout(5):
@@ -215,7 +215,7 @@ async def test_nobody_waits_for_a_release_and_what_is_called_next_comes_after_it
         assert serving.state is PipeState.OPEN
 
 
-async def test_a_call_that_is_cancelled_ends_when_it_has_ended_at_the_cache() -> None:
+async def test_a_cancelled_call_ends_once_the_cache_has_ended_it() -> None:
     near = Recording()
     async with linked(near) as (far, _, _):
         pinning = asyncio.ensure_future(far.pin(1, 2, keys_of(1)))
@@ -227,7 +227,7 @@ async def test_a_call_that_is_cancelled_ends_when_it_has_ended_at_the_cache() ->
         assert await far.have(1, keys_of(1)) == b"\0"
 
 
-async def test_calls_under_way_are_ended_at_both_ends_when_one_is_gone() -> None:
+async def test_losing_one_end_ends_the_calls_in_flight_at_both() -> None:
     near = Recording()
     async with linked(near) as (far, calling, serving):
         pinning = asyncio.ensure_future(far.pin(1, 2, keys_of(1)))

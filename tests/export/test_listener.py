@@ -1,4 +1,4 @@
-"""The port of an exporter: who connects without a key."""
+"""The port of an exporter: connections without a key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALVES = b"", GREETING[:12], GREETING
 
 @asynccontextmanager
 async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
-    """A listener that answers pings, and what connects to it with a key."""
+    """Open a listener that answers pings, and a client with a key."""
     server, client = (read_keys(str(path)) for path in make_keys(folder))
 
     def answer(peer: bytes, data: bytes, rights: Rights) -> None:
@@ -52,7 +52,7 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
 
 
 def strangers(port: int, count: int) -> list[socket.socket]:
-    """Connections that say nothing, half of a greeting, or one without a key."""
+    """Return connections that are silent, send half a greeting, or have no key."""
     made: list[socket.socket] = []
     for number in range(count):
         one = socket.socket()
@@ -66,7 +66,7 @@ def strangers(port: int, count: int) -> list[socket.socket]:
     return made
 
 
-async def test_who_shows_no_key_is_cut_off_and_who_has_shown_one_stays(
+async def test_a_client_without_a_key_is_disconnected_and_one_with_a_key_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_MS", 500)
@@ -95,7 +95,7 @@ async def test_who_shows_no_key_is_cut_off_and_who_has_shown_one_stays(
                 one.close()
 
 
-def test_the_process_of_clients_has_as_many_descriptors_as_it_may() -> None:
+def test_the_export_process_raises_its_descriptor_limit_to_the_maximum() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))

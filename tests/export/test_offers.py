@@ -1,4 +1,4 @@
-"""What a cache offers to others, without the network between them."""
+"""The blocks that a cache offers to others, without the network between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOUR = keys_of(1, 2, 3, 4)
 TENANT = b"8 bytes."
 
 
-async def test_what_a_client_puts_it_gets_back_and_around_holes() -> None:
+async def test_a_client_gets_back_its_blocks_around_holes() -> None:
     async with server() as (cache, offers):
         client = Client(offers)
         assert await client.hello() == ""
@@ -39,7 +39,7 @@ async def test_what_a_client_puts_it_gets_back_and_around_holes() -> None:
         assert cache.arena.free == cache.arena.slots - 2
 
 
-async def test_blocks_that_a_codec_has_shortened_come_back_as_long_as_they_were() -> None:
+async def test_blocks_shortened_by_a_codec_come_back_at_full_length() -> None:
     async with server() as (_, offers):
         client = Client(offers)
         await client.hello()
@@ -47,7 +47,7 @@ async def test_blocks_that_a_codec_has_shortened_come_back_as_long_as_they_were(
         assert await client.get(FOUR) == [payload(key, 100) for key in FOUR]
 
 
-async def test_what_another_block_left_in_a_slot_is_not_stored_with_a_shorter_one() -> None:
+async def test_a_short_block_is_stored_without_leftover_bytes_of_its_slot() -> None:
     store = FakeStore()
     tier = FakeTier(store=store, durable=True)
     async with server(LevelSpec(tier, OffloadRule(when="commit")), slots=1) as (cache, offers):
@@ -64,7 +64,7 @@ async def test_what_another_block_left_in_a_slot_is_not_stored_with_a_shorter_on
         assert record.data[100:SIZE] == bytes(SIZE - 100)
 
 
-async def test_models_share_a_server_and_do_not_see_each_other() -> None:
+async def test_models_share_a_server_without_seeing_each_others_blocks() -> None:
     async with server() as (_, offers):
         one, two = Client(offers, 1, b"a" * 32), Client(offers, 2, b"b" * 32)
         assert await one.hello() == await two.hello(4) == ""
@@ -77,7 +77,7 @@ async def test_models_share_a_server_and_do_not_see_each_other() -> None:
         assert await again.get(FOUR) == [payload(key) for key in FOUR]
 
 
-async def test_blocks_that_do_not_fit_and_clients_that_said_no_hello_are_refused() -> None:
+async def test_oversized_blocks_and_clients_without_a_hello_are_refused() -> None:
     async with server() as (_, offers):
         assert "4001 bytes, this server takes up to 4000" in await Client(offers).hello(SIZE + 1)
         assert offers.counts()["refused"] == 1
@@ -93,7 +93,7 @@ async def test_blocks_that_do_not_fit_and_clients_that_said_no_hello_are_refused
 
 
 @pytest.mark.parametrize("lie", ["label", "key", "namespace", "length", "checksum", "none", "few"])
-async def test_a_lie_of_a_client_costs_its_own_block_only(lie: str) -> None:
+async def test_a_lying_client_loses_only_its_own_block(lie: str) -> None:
     async with server() as (cache, offers):
         client = Client(offers)
         await client.hello()
@@ -125,7 +125,7 @@ async def test_a_lie_of_a_client_costs_its_own_block_only(lie: str) -> None:
         assert await offers.commit(client.session, client.op, labels) == [False] * len(labels)
 
 
-async def test_a_block_without_a_checksum_is_its_readers_affair() -> None:
+async def test_a_block_without_a_checksum_is_passed_on_unchecked() -> None:
     async with server() as (_, offers):
         client = Client(offers)
         await client.hello()
@@ -138,7 +138,7 @@ async def test_a_block_without_a_checksum_is_its_readers_affair() -> None:
         assert pinned.label == label
 
 
-async def test_pins_and_grants_of_a_client_that_is_gone_are_free_and_nothing_is_published() -> None:
+async def test_a_lost_client_frees_its_pins_and_grants_and_publishes_nothing() -> None:
     async with server() as (cache, offers):
         client, other = Client(offers), Client(offers, 2)
         await client.hello()
@@ -157,7 +157,7 @@ async def test_pins_and_grants_of_a_client_that_is_gone_are_free_and_nothing_is_
         assert await other.has(FOUR + keys_of(5, 6)) == [True] * 4 + [False] * 2
 
 
-async def test_a_client_that_goes_while_its_blocks_are_checked_publishes_nothing(
+async def test_a_client_that_disconnects_during_the_check_publishes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvladder.export.cache.INLINE_BYTES", 0)
@@ -191,7 +191,7 @@ async def test_a_client_that_goes_while_its_blocks_are_checked_publishes_nothing
         assert cache.arena.free == cache.arena.slots
 
 
-async def test_a_purge_by_salt_reaches_one_tenant_and_one_without_all_of_a_namespace() -> None:
+async def test_a_purge_removes_one_tenant_by_salt_and_a_whole_namespace_without() -> None:
     tier = FakeTier(store=FakeStore(), durable=True)
     async with server(LevelSpec(tier, OffloadRule(when="commit"))) as (cache, offers):
         one, two = Client(offers), Client(offers, 2, b"b" * 32)
@@ -249,7 +249,7 @@ async def test_a_server_finds_the_blocks_of_its_durable_level_again() -> None:
 
 
 @pytest.mark.slow
-async def test_clients_pin_half_of_the_slots_at_most_and_then_wait_for_their_turn() -> None:
+async def test_clients_pin_at_most_half_of_the_slots_and_then_wait() -> None:
     async with server(slots=6) as (_, offers):
         clients = [Client(offers, number) for number in (1, 2, 3, 4)]
         for client in clients:
@@ -288,7 +288,7 @@ async def test_a_batch_larger_than_the_arena_is_put_and_got_in_pieces() -> None:
         assert await one.get(holes) == [*wanted[:5], None, *wanted[5:]]
 
 
-async def test_room_that_does_not_come_is_not_waited_for_without_end() -> None:
+async def test_the_wait_for_free_slots_is_bounded() -> None:
     tier = FakeTier(store=FakeStore(), durable=True)
     async with server(LevelSpec(tier), slots=8) as (cache, offers):
         client, other = Client(offers, 1), Client(offers, 2)
@@ -337,7 +337,7 @@ async def test_a_session_is_granted_a_share_of_the_slots_until_it_commits() -> N
         assert await greedy.put(keys) == [True] * 8
 
 
-async def test_a_server_that_is_full_refuses_and_takes_what_is_worth_more() -> None:
+async def test_a_full_server_accepts_only_blocks_of_higher_priority() -> None:
     async with server(slots=4) as (_, offers):
         client = Client(offers)
         await client.hello()
@@ -346,7 +346,7 @@ async def test_a_server_that_is_full_refuses_and_takes_what_is_worth_more() -> N
         assert await client.put(keys_of(9), Facts(priority=70, floor=70)) == [True]
 
 
-def test_salts_of_a_namespace_begin_alike_and_of_no_other() -> None:
+def test_only_salts_of_one_namespace_share_a_prefix() -> None:
     salts = {own_salt(SPACE, salt) for salt in (b"", TENANT, b"another.")}
     assert len(salts) == 3
     assert len({salt[:3] for salt in salts}) == 1
@@ -356,7 +356,7 @@ def test_salts_of_a_namespace_begin_alike_and_of_no_other() -> None:
 # ---- an engine that exports
 
 
-async def test_an_engine_offers_its_blocks_under_their_own_keys_with_labels_of_now() -> None:
+async def test_an_engine_exports_its_blocks_under_their_keys_with_current_labels() -> None:
     keys = SimCache.keys(0, 0, 0, 0)
     async with engine() as (cache, offers):
         cache.save(keys, priorities=[60, 50, 70, 80], ttl_s=100.0, salt="tenant")
@@ -377,7 +377,7 @@ async def test_an_engine_offers_its_blocks_under_their_own_keys_with_labels_of_n
         await offers.release(1, 1)
 
 
-async def test_nobody_writes_to_an_engine_or_removes_from_it() -> None:
+async def test_clients_cannot_write_to_an_engine_or_remove_from_it() -> None:
     keys = SimCache.keys(0, 0)
     async with engine() as (cache, offers):
         cache.save(keys)
@@ -397,7 +397,7 @@ async def test_readers_of_another_model_or_block_are_refused() -> None:
         assert offers.counts()["refused"] == 2
 
 
-async def test_an_engine_reads_for_others_from_the_levels_that_are_named() -> None:
+async def test_an_engine_serves_readers_only_from_the_named_levels() -> None:
     keys, store = SimCache.keys(0, 0, 0, 0), FakeStore()
     async with engine(LevelSpec(FakeTier(store=store, durable=True))) as (cache, _):
         cache.save(keys)

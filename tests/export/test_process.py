@@ -1,4 +1,4 @@
-"""A cache's process and the one that serves its clients: what passes between, and who outlives."""
+"""A cache's process and its export process: their messages, and the death of either."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHILD = "tests.export.scripted"
 
 
 class Served:
-    """A cache without an engine, whose exporter does what it is asked by files."""
+    """A cache without an engine; its exporter follows orders in files."""
 
     def __init__(self, folder: Path, **tiers: Any) -> None:
         self.folder = folder
@@ -61,13 +61,13 @@ class Served:
         return request.with_suffix(".answer")
 
     def told(self, verb: str, *numbers: int) -> Any:
-        """What the process answers."""
+        """Return the answer of the process."""
         answer = self.ask(verb, *numbers)
         until(answer.exists)
         return msgspec.json.decode(answer.read_bytes())
 
     def kill(self) -> None:
-        """Kill the process; another one serves when this returns."""
+        """Kill the process; return once another one serves."""
         before = self.export.counts()["process"]
         os.kill(before, signal.SIGKILL)
         until(lambda: self.export.counts()["process"] not in {0, before})
@@ -84,7 +84,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.slow
-def test_a_process_serves_what_the_cache_offers(served: Served) -> None:
+def test_the_export_process_serves_the_blocks_of_the_cache(served: Served) -> None:
     assert served.export.address == "127.0.0.1:771"
     assert served.told("hello") == ""
     assert served.told("put", 1, 2, 3) == [True] * 3
@@ -102,7 +102,7 @@ def test_a_process_serves_what_the_cache_offers(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_dead_process_held_is_free_and_another_one_serves(served: Served) -> None:
+def test_a_dead_export_process_frees_its_slots_and_is_replaced(served: Served) -> None:
     served.told("hello")
     served.told("put", 1, 2, 3)
     assert served.told("pin", 1, 2) == [True, True]
@@ -120,7 +120,9 @@ def test_what_a_dead_process_held_is_free_and_another_one_serves(served: Served)
 
 
 @pytest.mark.slow
-def test_it_takes_leave_when_the_cache_is_closed(served: Served, tmp_path: Path) -> None:
+def test_the_export_process_disconnects_clients_when_the_cache_closes(
+    served: Served, tmp_path: Path
+) -> None:
     pid = served.export.counts()["process"]
     served.told("hello")
     served.told("put", 1)
@@ -133,7 +135,7 @@ def test_it_takes_leave_when_the_cache_is_closed(served: Served, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_serve_says_why(tmp_path: Path) -> None:
+def test_an_export_process_that_cannot_serve_gives_the_reason(tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     with pytest.raises(ConfigError) as refused:
         Served(tmp_path)
@@ -145,7 +147,7 @@ def test_a_process_that_cannot_serve_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_tried_again_until_clients_can_be_served(served: Served, tmp_path: Path) -> None:
+def test_the_export_process_is_restarted_until_it_can_serve(served: Served, tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     os.kill(served.export.counts()["process"], signal.SIGKILL)
     until(lambda: any("cannot be served again: export.listen" in said for said in served.said))

@@ -1,4 +1,4 @@
-"""Clients that have the keys and keep to no rule: what they cannot do to others, over real NIXL."""
+"""Clients that have the keys and break every rule cannot harm others, over real NIXL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server: Server, folder: Path, space: bytes = SPACE, keys: str = "clie
 
 
 def told(client: Rogue, call: str, *arguments: Any) -> Any:
-    """What a client is answered; on a new connection if the server found it silent for too long."""
+    """Return the answer to a client, on a new connection if the server dropped the old one."""
     found: list[Any] = []
 
     def is_answered() -> bool:
@@ -49,7 +49,7 @@ def told(client: Rogue, call: str, *arguments: Any) -> Any:
     return found[-1]
 
 
-def test_who_may_only_read_from_an_engine_changes_none_of_its_bytes(tmp_path: Path) -> None:
+def test_a_reader_cannot_change_the_bytes_of_an_engine(tmp_path: Path) -> None:
     with Server(tmp_path / "keys") as keys:
         export = {"listen": "127.0.0.1:0", "keys": str(keys.keys / "server.keys")}
         with Engine(export=export) as exporter:
@@ -67,7 +67,9 @@ def test_who_may_only_read_from_an_engine_changes_none_of_its_bytes(tmp_path: Pa
                 until(lambda: all_come(reader))
 
 
-def test_who_writes_to_slots_of_others_makes_no_block_wrong(server: Server, tmp_path: Path) -> None:
+def test_a_client_that_writes_to_foreign_slots_makes_no_block_wrong(
+    server: Server, tmp_path: Path
+) -> None:
     with client(server, tmp_path) as rogue, client(server, tmp_path) as victim:
         assert all(told(victim, "put", EIGHT))
         rogue("forge", 3, b"\x66")
@@ -79,9 +81,7 @@ def test_who_writes_to_slots_of_others_makes_no_block_wrong(server: Server, tmp_
         assert server.process.poll() is None
 
 
-def test_what_is_written_after_a_grant_was_given_up_reaches_nobody(
-    server: Server, tmp_path: Path
-) -> None:
+def test_writes_after_an_aborted_grant_reach_no_client(server: Server, tmp_path: Path) -> None:
     with client(server, tmp_path) as rogue, client(server, tmp_path) as victim:
         op, slots = rogue("offer", EIGHT)
         assert min(slots) >= 0
@@ -92,9 +92,7 @@ def test_what_is_written_after_a_grant_was_given_up_reaches_nobody(
         assert told(victim, "get", OTHERS) == ["right"] * 8
 
 
-def test_what_is_written_after_it_was_committed_reaches_nobody(
-    server: Server, tmp_path: Path
-) -> None:
+def test_writes_after_a_commit_reach_no_client(server: Server, tmp_path: Path) -> None:
     with client(server, tmp_path) as rogue, client(server, tmp_path) as victim:
         op, slots = rogue("offer", EIGHT)
         assert rogue("commit", op, EIGHT) == [0] * 8, "nothing was written yet"
@@ -104,9 +102,7 @@ def test_what_is_written_after_it_was_committed_reaches_nobody(
         assert {*told(victim, "get", EIGHT)} <= {"right", "missing"}
 
 
-def test_who_is_cut_off_in_the_middle_of_a_put_leaves_nothing_open(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_client_killed_during_a_put_leaves_no_grant_open(server: Server, tmp_path: Path) -> None:
     with client(server, tmp_path) as rogue, client(server, tmp_path) as victim:
         _, slots = rogue("offer", EIGHT)
         assert min(slots) >= 0
@@ -119,10 +115,10 @@ def test_who_is_cut_off_in_the_middle_of_a_put_leaves_nothing_open(
 @pytest.mark.parametrize(
     ("codec", "taken"), [("checksum", b"\x77"), ("aes-gcm", b"")], ids=["checksum", "aes-gcm"]
 )
-def test_who_puts_first_decides_the_bytes_unless_they_are_encrypted(
+def test_the_first_writer_decides_the_bytes_unless_they_are_encrypted(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, taken: bytes
 ) -> None:
-    """A client of the same namespace makes others wrong, if it has the key of their codec."""
+    """A client of the same namespace can store wrong blocks if it has the codec's key."""
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     with Engine(server.level(codecs=[codec])) as victim:
         space, keys = bytes(victim.cache.namespace), victim.keys()

@@ -56,7 +56,7 @@ def entry(run: str = "first", **more: Any) -> Entry:
 
 @pytest.mark.real
 class TestList:
-    async def test_who_comes_is_there_until_it_leaves(self, roster: Roster) -> None:
+    async def test_an_announced_cache_is_listed_until_it_leaves(self, roster: Roster) -> None:
         assert await roster.read() == {}
         assert await roster.announce("a", entry(), first=True)
         assert await roster.announce("b", entry("other"), first=True)
@@ -67,7 +67,7 @@ class TestList:
         await roster.leave("a", "first")
         assert [*await roster.read()] == ["b"]
 
-    async def test_who_says_nothing_any_more_is_forgotten(
+    async def test_a_silent_cache_is_dropped_from_the_list(
         self, roster: Roster, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "TTL_S", 0.2)
@@ -80,7 +80,7 @@ class TestList:
         assert redis.run("HKEYS", KEY) == [b"b"], "and swept by who comes next"
         assert 0 < redis.run("TTL", KEY) <= module.KEPT_S
 
-    async def test_of_two_with_one_name_the_last_to_come_has_it(
+    async def test_the_latest_of_two_caches_with_one_name_is_listed(
         self, roster: Roster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert await roster.announce("a", entry("first"), first=True)
@@ -92,7 +92,7 @@ class TestList:
         await roster.leave("a", "second")
         assert await roster.announce("a", entry("first")), "it is free again"
 
-    async def test_what_is_no_entry_is_ignored_and_counted(
+    async def test_invalid_entries_are_ignored_and_counted(
         self, roster: Roster, redis: RedisServer
     ) -> None:
         await roster.announce("good", entry(), first=True)
@@ -117,7 +117,7 @@ class TestList:
         redis.run("HSET", KEY, "more", msgspec.json.encode({**plain, "more": "of a later version"}))
         assert [*await roster.read()] == ["good", "more"]
 
-    async def test_what_is_no_list_is_an_error(self, roster: Roster, redis: RedisServer) -> None:
+    async def test_an_invalid_list_is_an_error(self, roster: Roster, redis: RedisServer) -> None:
         many = [text for n in range(module.ENTRIES_MAX + 1) for text in (f"n{n}", "x")]
         redis.run("HSET", KEY, *many)
         with pytest.raises(TierError, match="1025 far ends, at most 1024"):
@@ -126,9 +126,7 @@ class TestList:
         with pytest.raises(TierError, match="WRONGTYPE"):
             await roster.read()
 
-    async def test_a_redis_that_does_not_answer_is_an_error_within_its_time(
-        self, tmp_path: Path
-    ) -> None:
+    async def test_a_silent_redis_is_an_error_within_the_timeout(self, tmp_path: Path) -> None:
         with pytest.raises(TierError, match=r"redis://127\.0\.0\.1:1: "):
             await listed("redis://127.0.0.1:1", PUBLIC)
         with RedisServer(tmp_path) as stopped:
@@ -136,7 +134,7 @@ class TestList:
             with pytest.raises(TierError, match="no answer within 2 s|[Tt]imeout"):
                 await listed(stopped.url, PUBLIC)
 
-    async def test_who_may_not_read_or_write_is_told_so_without_a_secret(
+    async def test_missing_permissions_are_reported_without_a_secret(
         self, roster: Roster, redis: RedisServer
     ) -> None:
         assert await roster.read() == {}
@@ -168,7 +166,7 @@ class TestList:
         ({"roster": "redis://u:geheim@h?geheim=1"}, "roster: not a URL of a Redis"),
     ],
 )
-def test_a_level_whose_settings_cannot_be_says_so(given: dict[str, Any], told: str) -> None:
+def test_a_level_with_wrong_settings_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)) as refused:
         NixlOptions(keys="k", **given)
     assert "geheim" not in str(refused.value)
@@ -184,13 +182,13 @@ def test_a_level_whose_settings_cannot_be_says_so(given: dict[str, Any], told: s
         ({"roster": "redis://h"}, "listen: missing"),
     ],
 )
-def test_an_export_whose_settings_cannot_be_says_so(given: dict[str, Any], told: str) -> None:
+def test_an_export_with_wrong_settings_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)) as refused:
         ExportConfig(**{"keys": "k", **given} if "listen" in given else given)
     assert "geheim" not in str(refused.value)
 
 
-def test_no_repr_tells_the_user() -> None:
+def test_no_repr_shows_the_user_of_a_url() -> None:
     url = "redis://u:geheim@h:1/2"
     require_url(url)
     for one in (
@@ -205,7 +203,7 @@ def test_no_repr_tells_the_user() -> None:
 
 
 class Found(Engine):
-    """An engine that finds who is there."""
+    """An engine that finds far ends by the list."""
 
     def __init__(self, redis: str, keys: Path, **more: Any) -> None:
         level = {"name": "far", "type": "nixl", "roster": redis, "capacity": "64 MiB"}
@@ -214,10 +212,10 @@ class Found(Engine):
         self._next = 1000
 
     def sees(self, there: int) -> bool:
-        """Whether it has so many far ends, as far as it knows since it last used them."""
+        """Return whether it has this number of far ends, as of its last use of them."""
         self._next += BLOCKS
         self.save(self._next)
-        self.cache.remove(self.keys(self._next))  # so that however often it is asked, there is room
+        self.cache.remove(self.keys(self._next))  # so that there is room for every call
         until(self.cache.idle)
         return bool(self.stats().get("far_ends_connected") == self.stats()["far_ends"] == there)
 
@@ -240,7 +238,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 key = redis.run("KEYS", "kvladder:far-ends:*")[0]
                 assert redis.run("HKEYS", key) == [b"a"]
 
-                # killed, and another one with its name and disk at another address
+                # killed, and a server with its name and disk at another address
                 until(lambda: one.stats()["files"]["blocks"] == BLOCKS)
                 one.kill()
                 (port,) = free_ports(1)
@@ -251,7 +249,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 until(lambda: engine.load() != [])
                 assert {*engine.load()} <= {"far", "host"}
 
-                # the list is gone for a while, and comes back empty
+                # the list is unavailable for a while, and then empty
                 redis.kill()
                 engine.forget()
                 until(lambda: engine.sees(1))
@@ -259,14 +257,14 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 with Found(roster, keys) as another:
                     until(lambda: another.sees(1))
 
-                # killed for good
+                # killed without a restart
                 one.kill()
                 assert redis.run("HLEN", key) == 1
                 public = read_keys(str(keys / "client.keys")).peers[0]
                 until(lambda: not asyncio.run(listed(roster, public)))
 
 
-def test_what_stands_in_the_way_of_announcing_is_said(tmp_path: Path) -> None:
+def test_obstacles_to_announcing_are_reported(tmp_path: Path) -> None:
     with (
         RedisServer(tmp_path) as redis,
         Server(tmp_path / "a", roster="redis://127.0.0.1:1") as server,
@@ -285,7 +283,7 @@ def test_what_stands_in_the_way_of_announcing_is_said(tmp_path: Path) -> None:
             assert "geheim" not in ended.stderr + ended.stdout
 
 
-def test_an_engine_whose_list_cannot_be_read_starts_and_has_the_level_later(
+def test_an_engine_starts_without_the_list_and_opens_the_level_later(
     tmp_path: Path,
 ) -> None:
     with RedisServer(tmp_path) as redis, Server(tmp_path / "a", roster=redis.url) as server:

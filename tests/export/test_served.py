@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Engine:
-    """A cache with a level that others share; what it saves is told by the keys."""
+    """A cache with a shared level; the bytes of its blocks follow from their keys."""
 
     def __init__(
         self, *levels: dict[str, Any], salt: str = "", blocks: int = BLOCKS, **more: Any
@@ -70,7 +70,7 @@ class Engine:
         until(self.cache.idle)
 
     def load(self, first: int = 0) -> list[str]:
-        """Where each block of a prefix came from; they are what was saved."""
+        """Return the source of each block of a prefix, after a comparison with the saved bytes."""
         keys = self.keys(first)
         fetch = self.cache.fetch(keys, salt=self._salt)
         fetch.wait()
@@ -80,7 +80,7 @@ class Engine:
         return fetch.sources
 
     def forget(self) -> None:
-        """Empty host: what is loaded next comes from below."""
+        """Empty host, so that the next load comes from below."""
         self.cache.reset()
         until(lambda: not self.cache.resetting)
 
@@ -95,7 +95,7 @@ class Engine:
 
 
 def all_come(engine: Engine) -> bool:
-    """Whether each block comes from the far end; what came before is forgotten."""
+    """Return whether each block comes from the far end, after host was emptied."""
     engine.forget()
     return engine.load() == ["far"] * BLOCKS
 
@@ -116,7 +116,7 @@ class TestServed(TierTests):
         return lambda: IsolatedTier(NixlTier, NixlOptions(servers=(server.address,), keys=keys))
 
 
-def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path: Path) -> None:
+def test_engines_share_through_a_server_that_is_killed_and_restarted(tmp_path: Path) -> None:
     with Server(tmp_path) as server, Engine(server.level()) as one:
         one.save()
         assert one.stats()["stored"] == BLOCKS
@@ -161,7 +161,7 @@ def test_batches_larger_than_the_arena_of_a_server_go_through_it_in_pieces(tmp_p
         assert server.stop() == 0
 
 
-def test_blocks_outlive_a_server_that_ends_in_the_usual_way(tmp_path: Path) -> None:
+def test_blocks_outlive_an_orderly_server_shutdown(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         with Engine(server.level()) as engine:
             engine.save()
@@ -173,7 +173,7 @@ def test_blocks_outlive_a_server_that_ends_in_the_usual_way(tmp_path: Path) -> N
         assert server.stop() == 0
 
 
-def test_what_the_process_of_clients_held_is_free_when_it_is_killed(tmp_path: Path) -> None:
+def test_a_killed_export_process_frees_its_slots(tmp_path: Path) -> None:
     with Server(tmp_path) as server, Engine(server.level()) as engine:
         engine.save()
         pid = server.stats()["export"]["process"]
@@ -267,7 +267,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ({"blok": 1}, "blok: unknown key"),
     ],
 )
-def test_a_file_that_is_wrong_says_where_and_what_instead(
+def test_an_error_in_a_server_file_says_where_and_what_is_expected(
     tmp_path: Path, server: Server, change: dict[str, Any], told: str
 ) -> None:
     stack = {**server.stack, "tiers": [{"type": "host"}], **change}
@@ -283,7 +283,7 @@ def test_a_file_that_is_wrong_says_where_and_what_instead(
     assert not ended.stdout
 
 
-def test_keys_are_made_once_and_for_nobody_else_to_read(tmp_path: Path) -> None:
+def test_keys_are_created_once_and_readable_only_by_their_owner(tmp_path: Path) -> None:
     made = run("serve", "--new-keys", str(tmp_path))
     assert made.returncode == 0
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -300,7 +300,7 @@ def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) ->
         kvladder.open_cache({**server.stack, "control": {}}, layout=LAYOUT)
 
 
-def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
+def test_check_reports_on_a_servers_file(server: Server, tmp_path: Path) -> None:
     found = run("check", str(server.file))
     assert found.returncode == 0
     assert "nixl 1." in found.stdout

@@ -1,4 +1,4 @@
-"""A small engine with real KV tensors over a device cache: what it is served is checked."""
+"""A small engine with real KV tensors over a device cache; it checks the served bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Model:
         return self.cache.tensors[group]["kv"][slot, within]
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no work is in flight."""
         self.cache.poll()
         for _ in range(5000):
             if not self.cache.port.busy:

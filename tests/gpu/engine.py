@@ -1,4 +1,4 @@
-"""A small engine over a block pool whose KV can be checked, and a small tier below it."""
+"""A small engine over a block pool with checkable KV, and a small tier below it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention
 
 Kv = bytes | None
-"""What a model would compute for one token: it depends on all tokens before it."""
+"""The KV that a model would compute for one token: it depends on all earlier tokens."""
 
 
 Indexed = dict[BlockKey, tuple[BlockKey | None, str, int]]
@@ -65,7 +65,7 @@ def priority_of(pool: BlockPool, key: BlockKey) -> int | None:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -92,17 +92,17 @@ class Kept:
     until_s: float = inf
     claims: int = 0
     retaken: bool = False
-    """Whether it came back while it was being onboarded."""
+    """Whether it came back during its onboarding."""
     flying: bool = False
     salt: str = ""
 
 
 @dataclass
 class Host:
-    """The stand-in for the tiers: some host slots, least valuable block out first.
+    """The stand-in for the tiers: some host slots; the least valuable block is evicted first.
 
     Copies are done at once, or with ``delayed`` when ``complete`` is called. Unless ``inclusive``
-    a block that was onboarded is given up. The pool is told of what is gone by ``report``.
+    an onboarded block leaves host. ``report`` informs the pool of removed blocks.
     """
 
     device: Device
@@ -117,16 +117,16 @@ class Host:
         self.blocks: dict[BlockKey, Kept] = {}
         self.free = list(range(self.slots))
         self.claimed: dict[BlockKey, list[Kept]] = {}
-        """What is to be onboarded or disclaimed, though it may have been removed since."""
+        """Blocks to be onboarded or disclaimed; they may have been removed since."""
         self.written: list[Kept] = []
-        """What is still being copied here, the same."""
+        """Blocks still being copied here; they may have been removed since."""
         self.flights: dict[Ticket, Callable[[bool], None]] = {}
         self.offered: list[Victim] = []
         self.copied: list[Victim] = []
-        """Those of them that were copied here."""
+        """The offered blocks that were copied here."""
         self.brought: list[BlockKey] = []
         self.gone: list[BlockKey] = []
-        """What the pool has yet to be told of."""
+        """Removed blocks not yet reported to the pool."""
         self._stamp = 0
         self._tickets = 0
 
@@ -140,14 +140,14 @@ class Host:
         return Ticket(self._tickets)
 
     def complete(self, ticket: Ticket, *, ok: bool = True) -> None:
-        """Make a copy, or have it fail, and tell the pool."""
+        """Complete a copy, or let it fail, and inform the pool."""
         assert self.pool is not None
         self.flights.pop(ticket)(ok)
         self.pool.landed(ticket, ok=ok)
         self.report()
 
     def report(self) -> None:
-        """Tell the pool of blocks that are here no more."""
+        """Report removed blocks to the pool."""
         assert self.pool is not None
         gone, self.gone = self.gone, []
         self.pool.forgotten([key for key in gone if key not in self.blocks])
@@ -258,7 +258,7 @@ class Host:
                 self._unclaim(key, kept)
 
         if self.delayed:
-            for slot in slots:  # what was there before is of no use to anybody
+            for slot in slots:  # the previous content is of no use
                 self.device.kv[slot] = [b"on its way"] * len(self.device.kv[slot])
             return self._ticket(copy)
         copy(True)
@@ -273,7 +273,7 @@ class Host:
 
 
 class OneGroup:
-    """Requests over one pool, each of which is the one sequence that it consists of."""
+    """Requests over one pool; each consists of one sequence."""
 
     def __init__(self, pool: BlockPool, scheme: KeyScheme) -> None:
         group = Group("all", scheme.block_tokens)
@@ -306,7 +306,7 @@ class OneGroup:
 
 
 class Engine:
-    """Runs prompts over a pool, writes their KV, and checks what it is served."""
+    """Runs prompts over a pool, writes their KV, and checks the served KV."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class Engine:
         self.host.check()
 
     def kv(self, sequence: KVSequence, position: int) -> bytes:
-        """What the model computes for the token at ``position``."""
+        """Return the KV that the model computes for the token at ``position``."""
         words = sequence.tokens[: position + 1].tobytes()
         seen = [content for at, content in sorted(sequence.extra) if at <= position]
         return sha256(sequence.root.key + words + b"".join(seen)).digest()
@@ -363,7 +363,7 @@ class Engine:
         lora: str = "",
         extra: Extra = (),
     ) -> KVSequence:
-        """A sequence whose prompt is computed, once its blocks are there."""
+        """Begin a sequence and compute its prompt once its blocks have arrived."""
         sequence = self.sequences.begin(
             prompt, retention=retention, salt=salt, lora=lora, extra=extra
         )
@@ -373,12 +373,12 @@ class Engine:
         return sequence
 
     def poison(self) -> None:
-        """What is in slots that nobody holds and nothing is cached in is gone."""
+        """Overwrite all slots that are neither held nor cached."""
         for slot in self.pool._ledger.free:
             self.device.kv[slot] = [b"stale"] * self.block_tokens
 
     def compute(self, sequence: KVSequence, end: int | None = None) -> None:
-        """Copy what has to be copied, check what is there, compute up to ``end``, commit."""
+        """Perform pending copies, check the served KV, compute up to ``end``, and commit."""
         for copy in sequence.copies:
             assert copy.after is None or copy.after not in self.host.flights
             source, target = self.device.kv[copy.source], self.device.kv[copy.target]
@@ -403,7 +403,7 @@ class Engine:
             assert held == self.kv(sequence, position), (position, held)
 
     def generate(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
-        """Append tokens one by one, computing each but the last, whose KV comes with the next."""
+        """Append tokens one by one; compute each except the last, whose KV comes with the next."""
         for token in tokens:
             if sequence.computed < len(sequence.tokens):
                 self.compute(sequence)

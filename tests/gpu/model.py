@@ -1,4 +1,4 @@
-"""What a block pool without tiers is to do, in the plainest words: no index, no lists, no speed."""
+"""A reference model of a block pool without tiers: no index, no lists, no speed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Cached:
     priority: int
     until: float | None
     used: int
-    """When it was last given back."""
+    """The time of the last release."""
 
 
 @dataclass(eq=False)
 class Private:
-    """A block that only those who hold it know."""
+    """A block known only to its holders."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class PoolModel:
         self.now = 0.0
         self._uses = 0
 
-    # ---- what there is
+    # ---- state
 
     def refs(self, block: Name | Private) -> int:
         held = sum(run.table.count(block) + run.copied.count(block) for run in self.runs)
@@ -83,7 +83,7 @@ class PoolModel:
         order = {name: (self.cached[name].priority, self.cached[name].used) for name in leaves}
         return min(order, key=order.__getitem__) if order else None
 
-    # ---- what happens
+    # ---- events
 
     def evict(self, count: int) -> int:
         done = 0
@@ -113,7 +113,7 @@ class PoolModel:
         return names
 
     def parts(self, tokens: Sequence[int], matched: int) -> tuple[int, set[Name]]:
-        """How many tokens behind the matched blocks a usable block shares, and which do."""
+        """Return how many tokens behind the match a usable block shares, and those blocks."""
         begin = matched * self.size
         best: dict[Name, int] = {}
         for name in self.cached if self.partial != "off" else ():
@@ -138,7 +138,7 @@ class PoolModel:
         *,
         taken: bool = False,
     ) -> int:
-        """How many slots a prompt needs beyond what could be freed; 0 or less if there is room."""
+        """Return how many slots a prompt lacks even if all is freed; 0 or less if there is room."""
         fresh = -(-len(tokens) // self.size) - len(names)
         kept: set[Name | Private] = {*self.held(), *names}
         if part is not None:
@@ -149,7 +149,7 @@ class PoolModel:
     def begin(
         self, tokens: list[int], retention: Retention | None, part: Name | None, *, taken: bool
     ) -> Run:
-        """A prompt that there is room for, the last tokens of which are served by ``part``."""
+        """Begin a prompt for which there is room; ``part`` serves its last tokens."""
         names = self.prefix(tokens[:-1])
         shared, candidates = self.parts(tokens[:-1], len(names))
         self.allow(tokens, names, part, candidates, taken=taken)
@@ -179,11 +179,11 @@ class PoolModel:
         *,
         taken: bool,
     ) -> None:
-        """Assert that this use of a block of which a prompt shares a part is one there may be."""
+        """Assert that a prompt may use a partly shared block in this way."""
         assert part in candidates or part is None
         if self.partial == "take" or not candidates:
             assert taken == bool(candidates)
-        elif part is None or taken:  # there was no room to keep what would be copied
+        elif part is None or taken:  # there was no room to keep the block to be copied
             tight = [one for one in candidates if self.room_for(tokens, names, one) > 0]
             assert part in tight or (part is None and not all(map(self.idle_leaf, tight)))
         assert part is None or not taken or self.idle_leaf(part)
@@ -199,7 +199,7 @@ class PoolModel:
         return isinstance(block, Private) and self.refs(block) == 1
 
     def append(self, run: Run, count: int) -> int:
-        """Slots needed to go on with ``count`` tokens, beyond what could be freed."""
+        """Return how many slots ``count`` more tokens need beyond those that can be freed."""
         first = run.computed // self.size
         shared = [at for at in range(first, len(run.table)) if not self.own(run.table[at])]
         more = -(-(len(run.tokens) + count) // self.size) - len(run.table)
@@ -208,7 +208,7 @@ class PoolModel:
         return more + len(shared) - self.free()
 
     def takes(self, block: Name | Private, more: int) -> bool:
-        """Whether a run writes on in its block: if a copy need not, or cannot, be made."""
+        """Return whether a run writes into the shared block: no copy is needed or possible."""
         if not isinstance(block, tuple) or self.refs(block) > 1:
             return False
         return (self.leaf(block) and self.partial != "copy") or more + 1 > self.free()
@@ -265,7 +265,7 @@ class PoolModel:
         self.use(run.table)
 
     def retain(self, run: Run, names: Sequence[Name], *, cached: bool) -> None:
-        """What a sequence asks for these blocks, which are its own or were there."""
+        """Apply the retention of a sequence to these blocks, its own or earlier ones."""
         if run.retention is None:
             return
         for name in names:
@@ -313,7 +313,7 @@ class PoolModel:
         self.pins = [name if held is block else held for held in self.pins]
 
     def forget(self, names: Sequence[Name]) -> None:
-        """Remove blocks and all that follow; who holds them keeps them."""
+        """Remove blocks and all their followers; holders keep theirs."""
         for top in names:
             for name in list(self.cached):
                 if name[: len(top)] == top and (len(top) % self.size == 0 or name == top):

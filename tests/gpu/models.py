@@ -1,4 +1,4 @@
-"""What the ``config.json`` of public models says of their caches, as far as it matters here."""
+"""The parts of public models' ``config.json`` that describe their caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine in virtual time over a simulated device: its forward passes check what they read."""
+"""An engine in virtual time over a simulated device; its forward passes check their reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fp8() -> list[Tensors]:
 
 
 def hybrid() -> list[Tensors]:
-    """Two groups over one memory: layers of attention, and a state in as many bytes of a page."""
+    """Return two groups over one memory: attention layers, and a state with the bytes of a page."""
     memory = torch.zeros(2 * BLOCKS, 1024, dtype=torch.uint8)
     attention = {f"layer{i}": memory[i::2].view(torch.bfloat16) for i in range(2)}
     return [attention, {"state": torch.zeros(BLOCKS, 700, dtype=torch.uint8)}]
@@ -64,9 +64,9 @@ LAYOUTS = [lbhnc, blhnc, latent, fp8, hybrid]
 
 @dataclass
 class Engine:
-    """An engine's host thread, what its device does, and what every block ought to hold.
+    """An engine's host thread, its device, and the expected content of every block.
 
-    ``here`` is what each block holds once the device has done all that it was told.
+    ``here`` is the content of each block once the device has executed all its work.
     """
 
     random: Random
@@ -76,13 +76,13 @@ class Engine:
     parts: dict[int, RankShare]
     here: dict[Place, int] = field(default_factory=dict[Place, int])
     stored: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, tuple[int, int]])
-    """By slot, its group and what it holds; claimed slots are not in it."""
+    """The group and the content of each slot; claimed slots are not in it."""
     jobs: dict[JobId, tuple[CopyJob, list[int]]] = field(default_factory=dict[JobId, Any])
     wrong: list[str] = field(default_factory=list[str])
     number: int = 0
 
     def forward(self, seconds: float, reads: Sequence[Place], writes: Sequence[Place]) -> None:
-        """Launch a forward pass, behind the saves that still read what it writes."""
+        """Launch a forward pass, ordered after the saves that still read the blocks it writes."""
         self.copier.fence(self._saving(writes))
         held = {place: self.here[place] for place in reads}
         made = {place: self._next() for place in writes}
@@ -112,7 +112,7 @@ class Engine:
     def load(
         self, group: int, slots: Sequence[Slot], blocks: Sequence[int], *, sync: bool
     ) -> JobId:
-        """Begin to load slots; the next forward pass reads what is loaded ``sync``."""
+        """Begin to load slots; with ``sync`` the next forward pass reads them."""
         contents = [self.stored.pop(slot)[1] for slot in slots]
         self.copier.fence(self._saving([(group, block) for block in blocks]))
         for block in blocks:
@@ -126,7 +126,7 @@ class Engine:
     def by_layer(
         self, group: int, slots: Sequence[Slot], blocks: Sequence[int], seconds: float
     ) -> JobId:
-        """Load slots for a forward pass whose layers wait each for its own part, and check it."""
+        """Load slots layer by layer for a forward pass that waits for each layer, and check it."""
         contents = [self.stored.pop(slot)[1] for slot in slots]
         places = [(group, block) for block in blocks]
         self.copier.fence(self._saving(places))
@@ -148,7 +148,7 @@ class Engine:
                 self.wrong.append("a layer read")
 
     def poll(self) -> list[Finished]:
-        """Take in what ended."""
+        """Process ended jobs."""
         ended = self.copier.poll()
         for finished in ended:
             job, contents = self.jobs.pop(finished.id)
@@ -164,7 +164,7 @@ class Engine:
         return ended
 
     def settle(self) -> None:
-        """Let everything end; then every block holds what it should."""
+        """Let all work end, and check the content of every block."""
         self.device.settle()
         self.poll()
         for place, content in self.here.items():
@@ -197,7 +197,7 @@ class Engine:
                     self.by_layer(group, chosen, blocks, self.random.choice([1e-4, 0.05]))
                 else:
                     self.load(group, chosen, blocks, sync=bool(way))
-        elif what == 2 and slots:  # others need the room
+        elif what == 2 and slots:  # other jobs need the room
             del self.stored[self.random.choice(slots)]
         elif what == 3:
             self.device.advance(self.random.choice([0.0, 5e-5, 1e-4, 0.01, 0.2]))
@@ -209,7 +209,7 @@ class Engine:
             self.forward(self.random.choice([1e-3, 0.05, 0.5]), reads, writes)
 
     def both_ways_at_once(self) -> None:
-        """Save and load at the same instant, and look again and again for what has ended."""
+        """Save and load at the same instant, and poll repeatedly for ended jobs."""
         self.settle()
         self.stored.clear()
         group = self.random.choice([*self.parts])
@@ -273,7 +273,7 @@ class Engine:
 
 
 Start = Callable[..., Engine]
-"""What the fixture ``start`` gives."""
+"""The type of the fixture ``start``."""
 
 
 def run(

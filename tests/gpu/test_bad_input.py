@@ -1,4 +1,4 @@
-"""What is wrong raises its named error, and nothing has changed."""
+"""Bad input raises its named error and changes nothing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_wrong_is_refused_before_anything_changed(name: str) -> None:
+def test_bad_input_is_refused_before_anything_has_changed(name: str) -> None:
     error, call = CALLS[name]
     engine = Engine(8, events_max=100)
     engine.run(range(100, 106))

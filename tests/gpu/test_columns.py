@@ -1,4 +1,4 @@
-"""The loops in C do what those in Python do."""
+"""The loops in C give the same results as those in Python."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def native(tmp_path_factory):
 
 
 def outcome(call, arguments):
-    """What a call returns or raises, and what it makes of its arguments."""
+    """Return the result or error of a call, and its changes to its arguments."""
     try:
         result = call(*arguments)
     except (IndexError, KeyError, TypeError, ValueError) as error:
@@ -85,7 +85,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_the_same_comes_of_it(native, name, data):
+def test_c_and_python_give_the_same_outcome(native, name, data):
     arguments = data.draw(ARGUMENTS[name])
     expected = outcome(columns.PYTHON[name], deepcopy(arguments))
     assert outcome(getattr(native, name), deepcopy(arguments)) == expected
@@ -94,7 +94,7 @@ def test_the_same_comes_of_it(native, name, data):
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_the_same_is_selected(native, data):
+def test_c_and_python_select_the_same_rows(native, data):
     """``drain``: valid and invalid marks, parents and leaves, some of them waiting aside."""
     nodes = data.draw(Rows)
     first = data.draw(st.integers(10, 1 << 41))
@@ -127,7 +127,7 @@ def test_numpy_integers_are_rows(native):
 
 
 @pytest.mark.slow
-def test_what_is_no_row_changes_nothing(native):
+def test_an_invalid_row_changes_nothing(native):
     for functions in (columns.PYTHON, vars(native)):
         for wrong in (1.0, "1", None):
             column = [1, 1, 1]
@@ -149,7 +149,7 @@ def test_integers_that_fit_no_register_are_no_rows(native):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_an_error_in_c_too(native):
+def test_wrong_arguments_are_errors_in_c_too(native):
     with pytest.raises(IndexError):
         native.gather([1], [1])
     with pytest.raises(IndexError):

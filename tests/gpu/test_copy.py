@@ -76,7 +76,7 @@ def by_staging(pages: BlockPages, arena: Arena, offset: int) -> Copier:
 
 
 def streams(parts: Parts, arena: Arena, device: FakeDevice, **options: int) -> StreamCopier:
-    """A copier whose arena is registered, and whose tensors are the device's."""
+    """Return a copier with a registered arena and tensors of the device."""
     for part in by_group(parts).values():
         for page in part.pages.pages:
             device.own(page.view)
@@ -109,7 +109,7 @@ def as_bytes(tensors: Tensors, block: int) -> bytes:
     for tensor in tensors.values():
         whole = tensor.reshape(BLOCKS, -1, *tensor.shape[1:])[block]
         if not tensor.is_contiguous() and tensor.stride(1) < tensor.stride(2):
-            whole = whole.transpose(-2, -3)  # memory order is what is stored
+            whole = whole.transpose(-2, -3)  # the bytes are stored in memory order
         parts.append(whole.contiguous().view(torch.uint8).flatten().numpy().tobytes())
     return b"".join(parts)
 
@@ -123,7 +123,7 @@ def run(copier: Copier, work: CopyJob, size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_offloaded_comes_back_into_other_blocks(
+def test_offloaded_bytes_come_back_into_other_blocks(
     shape: Callable[[], Tensors], make: Make, arena: Arena
 ) -> None:
     torch.manual_seed(1)
@@ -131,7 +131,7 @@ def test_what_is_offloaded_comes_back_into_other_blocks(
     pages = BlockPages.of(tensors, blocks=BLOCKS)
     copier = make(pages, arena, 128)
     before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
-    pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two that are none
+    pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two single blocks
     run(copier, job(1, "offload", pairs), pages.block_bytes)
     for block, slot in pairs.items():
         assert bytes(arena.view(Slot(slot))[128 : 128 + pages.block_bytes]) == before[block]
@@ -173,7 +173,7 @@ def test_places_that_do_not_exist_fail_the_job_and_touch_nothing(
     assert [as_bytes(tensors, block) for block in range(BLOCKS)] == before
 
 
-def test_close_ends_what_was_submitted_and_still_reports_it(make: Make, arena: Arena) -> None:
+def test_closing_ends_submitted_jobs_and_still_reports_them(make: Make, arena: Arena) -> None:
     tensors = layers_outside()
     copier = make(BlockPages.of(tensors, blocks=BLOCKS), arena, 0)
     for index in range(5):
@@ -186,9 +186,7 @@ def test_close_ends_what_was_submitted_and_still_reports_it(make: Make, arena: A
     assert [(f.id, f.ok) for f in copier.poll()] == [(9, False)]
 
 
-def test_memory_that_was_given_back_is_found_where_it_is_taken_again(
-    make: Make, arena: Arena
-) -> None:
+def test_memory_that_moved_is_found_at_its_new_address(make: Make, arena: Arena) -> None:
     kv = torch.randn(BLOCKS, HEADS, TOKENS, WIDTH)
     pages = BlockPages.of({"kv": kv}, blocks=BLOCKS)
     copier = make(pages, arena, 0)
@@ -197,7 +195,7 @@ def test_memory_that_was_given_back_is_found_where_it_is_taken_again(
     storage = kv.untyped_storage()
     before, size = kv.data_ptr(), storage.nbytes()
     storage.resize_(0)
-    taken = [torch.empty(size, dtype=torch.uint8)]  # what lay there lies elsewhere afterwards
+    taken = [torch.empty(size, dtype=torch.uint8)]  # it has moved afterwards
     storage.resize_(size)
     while kv.data_ptr() == before and len(taken) < 100:
         storage.resize_(0)
@@ -213,7 +211,7 @@ def test_memory_that_was_given_back_is_found_where_it_is_taken_again(
     assert bytes(arena.view(Slot(1)))[: pages.block_bytes] == as_bytes({"kv": kv}, 3)
 
 
-def test_waiting_for_what_was_never_submitted_or_is_over_returns(make: Make, arena: Arena) -> None:
+def test_waiting_for_unknown_or_ended_jobs_returns_at_once(make: Make, arena: Arena) -> None:
     pages = BlockPages.of(layers_outside(), blocks=BLOCKS)
     copier = make(pages, arena, 0)
     run(copier, job(1, "offload", {0: 0}), pages.block_bytes)
@@ -246,7 +244,7 @@ class Stepwise(ThreadedCopier):
             yield [f"layer{len(self.log)}"]
 
 
-def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None:
+def test_a_load_overtakes_a_save_in_progress() -> None:
     copier = Stepwise()
     copier.submit(job(1, "offload", {0: 0, 1: 1, 2: 2}))
     assert copier.begun.wait(PATIENCE_S)
@@ -258,7 +256,7 @@ def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None
     assert copier.log == [1, 2, 2, 1, 1]
 
 
-def test_a_fence_that_names_a_layer_returns_when_that_has_come() -> None:
+def test_a_fence_for_a_layer_returns_once_that_layer_is_loaded() -> None:
     copier = Stepwise()
     copier.submit(job(1, "onboard", {0: 0, 1: 1, 2: 2}))
     for number in (1, 2):
@@ -274,7 +272,7 @@ def test_a_fence_that_names_a_layer_returns_when_that_has_come() -> None:
     copier.close()
 
 
-def test_a_fence_returns_only_when_the_job_is_over() -> None:
+def test_a_fence_returns_only_after_its_job_has_ended() -> None:
     copier = Stepwise()
     copier.submit(job(1, "offload", {0: 0}))
     passed = threading.Event()
@@ -308,7 +306,7 @@ class OneAtATime(Stepwise):
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         for steps in super()._steps(job):
             del steps
-            yield ()  # nobody is woken before the job is over
+            yield ()  # no waiter is woken before the job has ended
 
 
 class OnWait(threading.Condition):
@@ -326,7 +324,7 @@ class OnWait(threading.Condition):
 
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
-def test_a_fence_returns_when_the_last_of_several_jobs_is_over(ids: Sequence[int]) -> None:
+def test_a_fence_returns_after_the_last_of_several_jobs_has_ended(ids: Sequence[int]) -> None:
     copier = OneAtATime()
     for number in (1, 2, 3):
         copier.submit(job(number, "offload", {number: number}))
@@ -403,7 +401,7 @@ def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Aren
     copier.close()
 
 
-def test_what_a_block_consists_of_is_told_if_it_is_the_same_everywhere() -> None:
+def test_the_element_of_a_block_is_known_if_all_parts_share_it() -> None:
     heads = {"k": torch.zeros(4, 16, 2, 64), "v": torch.zeros(4, 16, 2, 64)}
     assert BlockPages.of(heads, blocks=4).element == ("float32", 64)
     permuted = {"k": torch.zeros(4, 2, 16, 64).transpose(1, 2)}

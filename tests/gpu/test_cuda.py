@@ -1,4 +1,4 @@
-"""What is told to CUDA's libraries, which are played here: arguments, order of choice, refusals."""
+"""Calls to CUDA's libraries, which are simulated here: arguments, order of choice, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_CONTEXT = 201
 
 
 class Driver:
-    """The driver's library: copies at once, and says what it was asked for."""
+    """The driver's library: copies at once, and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -73,7 +73,7 @@ class Driver:
 
 
 class Torch:
-    """torch.cuda: who is current, and nothing else."""
+    """torch.cuda: the current device, and nothing else."""
 
     def __init__(self) -> None:
         self.current: list[Any] = []
@@ -162,7 +162,7 @@ def test_a_batch_is_one_call_of_the_driver(
     assert ctypes.sizeof(cuda._Attributes) == 24
 
 
-def test_without_the_drivers_batches_vllms_are_taken(
+def test_without_the_drivers_batched_copies_vllms_are_used(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def operation(
@@ -183,7 +183,7 @@ def test_without_the_drivers_batches_vllms_are_taken(
     assert driver.asked == []
 
 
-def test_without_any_batches_each_run_is_a_call_and_it_is_said(
+def test_without_batched_copies_each_run_is_a_call_and_a_log_line_says_so(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvladder"):
@@ -202,12 +202,12 @@ def test_without_any_batches_each_run_is_a_call_and_it_is_said(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_nothing_here_copies_in_batches() -> None:
+def test_this_machine_has_no_batched_copies() -> None:
     assert cuda.batched_by_driver() is None
     assert cuda.batched_by_vllm() is None
 
 
-def test_registering_asks_the_driver_whose_refusals_leave_nothing_behind(driver: Driver) -> None:
+def test_a_refused_registration_leaves_no_error_in_the_driver(driver: Driver) -> None:
     device = opened()
     device.bind()
     assert device.register(4096, 8192) == ""
@@ -219,7 +219,7 @@ def test_registering_asks_the_driver_whose_refusals_leave_nothing_behind(driver:
 
 
 def test_a_new_thread_enters_the_devices_context_before_it_asks_the_driver(driver: Driver) -> None:
-    """Also on the first device, of which torch makes no context current: it is there already."""
+    """Also on the first device: torch makes no context current there, since one exists already."""
     device = opened()
     refused: list[str] = []
 
@@ -236,7 +236,7 @@ def test_a_new_thread_enters_the_devices_context_before_it_asks_the_driver(drive
     assert [what for what, *_ in driver.asked] == ["register", "unregister"]
 
 
-def test_a_device_whose_context_cannot_be_had_registers_nothing_and_says_so(
+def test_a_device_without_a_context_registers_nothing_and_logs_it(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.answer = 2
@@ -279,7 +279,7 @@ def test_the_node_of_a_device_is_its_bus_address_s(
     assert numa_node(CPU, tmp_path) is None
 
 
-def test_devices_that_nothing_copies_from_are_named() -> None:
+def test_devices_that_cannot_be_copied_from_are_named() -> None:
     arena = Arena.create(1, 4096)
     meta = BlockPages.of({"a": torch.zeros(2, 8, device="meta")}, blocks=2)
     here = BlockPages.of({"a": torch.zeros(2, 8)}, blocks=2)

@@ -44,12 +44,12 @@ def stack(*below: dict[str, Any], slots: int = 16, **host: Any) -> dict[str, Any
 
 
 def files(path: Path, **options: Any) -> dict[str, Any]:
-    """Written through, so that nothing is under way that ``idle`` does not know of."""
+    """Return files that are written through, so that ``idle`` knows of all work in flight."""
     common = {"type": "files", "path": str(path), "capacity": "8 MiB", "segment": "4 MiB"}
     return {**common, "when": "commit", **options}
 
 
-def test_what_leaves_the_device_comes_back_from_host() -> None:
+def test_blocks_evicted_from_the_device_come_back_from_host() -> None:
     with model(stack()) as engine:
         assert engine.run(range(16)) == 0
         engine.evict()
@@ -63,7 +63,7 @@ def test_what_leaves_the_device_comes_back_from_host() -> None:
 
 
 @pytest.mark.slow
-def test_what_leaves_host_comes_back_from_files_and_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_evicted_from_host_come_back_from_files_and_after_a_restart(tmp_path: Path) -> None:
     source = stack(files(tmp_path), slots=8)
     with model(source) as engine:
         for start in (0, 100, 200, 300):
@@ -82,7 +82,7 @@ def test_what_leaves_host_comes_back_from_files_and_after_a_restart(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_one_device_computed_another_finds_in_a_shared_store(tmp_path: Path) -> None:
+def test_one_device_finds_blocks_of_another_in_a_shared_store(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         shared = {"type": "redis", "url": server.url, "capacity": "8 MiB", "when": "commit"}
         patient = {"timeout": "20 s", "connect_timeout": "20 s"}
@@ -92,7 +92,7 @@ def test_what_one_device_computed_another_finds_in_a_shared_store(tmp_path: Path
             one.evict()
 
             def is_found() -> bool:
-                """The store's answer to one request is there for the next."""
+                """Return whether the store has the blocks: one request's answer serves the next."""
                 request = other.begin([*range(16), 99])
                 other.requests.release(request)
                 return request.cached == 16
@@ -130,7 +130,7 @@ def test_the_blocks_of_one_salt_are_purged_everywhere() -> None:
                 assert engine.run(range(start, start + 9), salt="b") == 8
 
 
-def test_a_level_takes_what_its_threshold_admits_and_the_rest_is_forgotten() -> None:
+def test_a_level_takes_blocks_above_its_threshold_and_others_are_forgotten() -> None:
     with model({**stack(min_priority=40), "gpu": {"events": 1000}}) as engine:
         high = Retention((RetentionRange(0, 8, 80),))
         engine.run(range(16), retention=high)
@@ -141,7 +141,7 @@ def test_a_level_takes_what_its_threshold_admits_and_the_rest_is_forgotten() -> 
         assert engine.run([*range(16), 99]) == 8
 
 
-def test_what_the_last_level_evicts_is_removed_from_the_index() -> None:
+def test_blocks_evicted_from_the_last_level_leave_the_index() -> None:
     with model({**stack(slots=4), "gpu": {"events": 1000}}) as engine:
         seen: list[PoolEvent] = []
         index: Indexed = {}
@@ -202,7 +202,7 @@ def test_a_full_device_waits_for_its_offloads() -> None:
         assert engine.run(range(100, 116)) == 0
 
 
-def test_settings_of_the_pools_are_shown_and_have_their_effect() -> None:
+def test_settings_of_the_pools_are_shown_and_take_effect() -> None:
     own = {"partial": "copy", "events": 10, "shares": [1]}
     with model({**stack(), "gpu": own}) as engine:
         text = engine.cache.describe()
@@ -224,7 +224,7 @@ def test_settings_of_the_pools_are_shown_and_have_their_effect() -> None:
         ({"memory": "256 KiB", "shares": [3, 1]}, 256 * 1024, 0.75),
     ],
 )
-def test_what_settings_give_the_pools_is_what_they_have(
+def test_pools_get_the_memory_that_settings_give_them(
     gpu: dict[str, Any], memory: int, first: float
 ) -> None:
     """A pass takes 100,000 of 1,000,000 bytes that are free; a token 512 in each of two pools."""
@@ -237,7 +237,7 @@ def test_what_settings_give_the_pools_is_what_they_have(
         assert [pool.blocks for pool in cache.pools] == parts
 
 
-def test_a_plan_says_what_the_settings_come_to_once(tmp_path: Path) -> None:
+def test_a_plan_states_the_result_of_each_setting_once(tmp_path: Path) -> None:
     layers = [Layer("0", 4, 16, "float32")]
     options: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000}
     for gpu, told in (
@@ -258,7 +258,7 @@ def test_a_plan_says_what_the_settings_come_to_once(tmp_path: Path) -> None:
         open_device(path, CachePlan(layers, block_tokens=4, max_tokens=32), **options)
 
 
-def test_nothing_is_matched_in_part_where_nothing_is_reused() -> None:
+def test_partial_matches_are_off_where_reuse_is_off() -> None:
     with model({"gpu": {}}, reuse=False) as engine:
         assert "partial matches: off" in engine.cache.describe()
     with pytest.raises(ConfigError, match=r"gpu\.partial: copy .*auto or off"):
@@ -336,7 +336,7 @@ def test_pools_stand_alone_without_tiers() -> None:
         ({"events": {}}, "tiers"),
     ],
 )
-def test_half_a_stack_is_none(source: dict[str, Any], path: str) -> None:
+def test_an_incomplete_stack_is_refused(source: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as got:
         load_config(source, env={})
     assert got.value.path == path
@@ -348,14 +348,14 @@ def test_an_engine_with_a_pool_of_its_own_needs_tiers() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
-def test_blocks_that_no_pool_can_have_are_refused(tokens: int) -> None:
+def test_block_sizes_that_no_pool_can_use_are_refused(tokens: int) -> None:
     source = {**stack(), "block": {"tokens": tokens}}
     assert load_config(source, env={}).block.tokens == tokens
     with pytest.raises(ConfigError, match=r"block\.tokens: .*a power of two above 1"):
         load_config({**source, "gpu": {}}, env={})
 
 
-def test_memory_excludes_what_is_taken_of_free_memory_whoever_sets_it() -> None:
+def test_a_memory_size_and_a_fraction_exclude_each_other_from_any_source() -> None:
     source = {**stack(), "gpu": {"memory": "1 MiB", "max_tokens": None}}
     assert load_config(source, env={}).gpu.memory_bytes == 1 << 20
     says = r"gpu\.fraction: 0\.5 \(gpu\.memory, 1 MiB, .*leave out one.*KVLADDER__GPU__FRACTION"
@@ -364,13 +364,13 @@ def test_memory_excludes_what_is_taken_of_free_memory_whoever_sets_it() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
+def test_no_block_is_lost_if_the_arena_is_full_when_a_device_is_handed_down(
     tmp_path: Path,
 ) -> None:
     source = stack(files(tmp_path, when="evict"), slots=4)
     with model({**source, "arena": {"size": 4 * 4096, "reserve": 0}}) as engine:
         engine.run(range(100, 116))
-        engine.evict()  # and nobody has written it down yet
+        engine.evict()  # not yet written to files
         assert engine.cache.stats()["files"]["blocks"] == 0
         engine.run(range(16))
         engine.run(range(200, 216))
@@ -402,7 +402,9 @@ def test_nothing_is_handed_down_where_no_level_outlives_the_engine() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])
-def test_what_cannot_be_handed_down_stays_on_the_device(timeout_s: float, tmp_path: Path) -> None:
+def test_blocks_that_cannot_be_handed_down_stay_on_the_device(
+    timeout_s: float, tmp_path: Path
+) -> None:
     with model(stack(files(tmp_path), slots=4)) as engine:
         engine.run(range(16))
         slots = engine.cache.port.lease(4 if timeout_s else 0)  # as suspended requests do
@@ -415,7 +417,7 @@ def test_what_cannot_be_handed_down_stays_on_the_device(timeout_s: float, tmp_pa
         assert engine.run([*range(16), 99]) == 16
 
 
-def test_an_engine_with_a_pool_of_its_own_has_no_such_section() -> None:
+def test_an_engine_with_its_own_pool_has_no_gpu_section() -> None:
     layout = kvladder.Layout(4, 4096)
     with pytest.raises(ConfigError, match="has no effect here"):
         kvladder.open_cache({**stack(), "gpu": {}}, layout=layout)
@@ -439,7 +441,7 @@ def test_blocks_of_a_wrong_size_are_refused() -> None:
             Group("all", tokens)
 
 
-def test_nothing_stays_open_if_a_pool_is_refused(
+def test_a_refused_pool_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = stack(files(tmp_path))
@@ -457,7 +459,9 @@ def test_nothing_stays_open_if_a_pool_is_refused(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("windows", [0, 1])
-def test_the_same_on_every_device(device: str, windows: int, tmp_path: Path) -> None:
+def test_every_device_serves_suspends_and_resumes_alike(
+    device: str, windows: int, tmp_path: Path
+) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     groups = [Group("all", 4), *[Group("near", 4, "window", 8)] * windows]
@@ -487,7 +491,7 @@ def prefix(engine: Model, tokens: Any, session: str) -> None:
     engine.requests.release(request)
 
 
-def test_a_session_that_ends_gives_up_what_it_alone_had() -> None:
+def test_ending_a_session_removes_the_blocks_that_only_it_used() -> None:
     with model(stack()) as engine:
         prefix(engine, range(12), "a")
         engine.evict()
@@ -507,14 +511,14 @@ def test_a_session_that_ends_gives_up_what_it_alone_had() -> None:
         engine.requests.release(request)
 
 
-def test_what_requests_without_a_session_use_outlasts_it() -> None:
+def test_blocks_used_without_a_session_outlast_it() -> None:
     with model(stack()) as engine:
         engine.run(range(8))  # there before the session
         prefix(engine, range(12), "a")
         prefix(engine, range(50, 62), "a")
         engine.run(range(50, 54))  # and used later
         engine.evict()
-        prefix(engine, range(50, 62), "a")  # what comes back for it remains its own
+        prefix(engine, range(50, 62), "a")  # blocks loaded for it remain its own
         running = engine.begin(range(13))
         engine.cache.end_session("a")
         engine.compute(running)
@@ -524,7 +528,7 @@ def test_what_requests_without_a_session_use_outlasts_it() -> None:
         assert engine.run([*range(50, 62), 9]) == 4
 
 
-def test_on_the_device_what_an_ended_session_had_goes_first() -> None:
+def test_on_the_device_blocks_of_an_ended_session_are_evicted_first() -> None:
     with model({"gpu": {}}, blocks=6) as engine:
         prefix(engine, range(8), "a")
         prefix(engine, range(50, 58), "b")
@@ -550,7 +554,7 @@ def test_a_session_is_prefetched_from_files(tmp_path: Path) -> None:
         assert engine.run([*range(12), 9]) == 12
 
 
-def test_of_a_session_comes_what_the_device_lacks_and_the_next_request_reads(
+def test_a_prefetch_loads_the_blocks_that_the_next_request_reads_and_lacks(
     tmp_path: Path,
 ) -> None:
     patient = {**stack(files(tmp_path)), "fetch": {"deadline": "10 m"}}
@@ -571,7 +575,7 @@ def test_of_a_session_comes_what_the_device_lacks_and_the_next_request_reads(
 
 
 def arrive(engine: Model) -> None:
-    """Until all that is prefetched has come."""
+    """Wait until all prefetched blocks have arrived."""
 
     def came() -> bool:
         engine.cache.poll()

@@ -61,7 +61,7 @@ TOKENS = st.sampled_from([13, 9, 5, 18, 8, 3]).map(lambda count: [0] * count) | 
 
 
 class LateCopier(Copier):
-    """Copies a job when it is told to, whatever became of its slots meanwhile."""
+    """Copies a job when the test asks for it, whatever happened to its slots."""
 
     def __init__(self, cache: SimCache, device: Sequence[list[bytearray]]) -> None:
         self._arena = cache.arena
@@ -148,7 +148,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.asked: dict[tuple[tuple[int, ...], str, Extra], None] = {}
 
     def follow(self, events: PoolEvents) -> OnDevice | None:
-        """Return what hears of a pool for those that follow it; here nobody does."""
+        """Return the listener of a pool for its followers; here there are none."""
         del events
         return None
 
@@ -161,7 +161,7 @@ class DeviceMachine(RuleBasedStateMachine):
         return shake_128(part.root.key + words + images).digest(self.width(group))
 
     def width(self, group: int) -> int:
-        """Bytes of a token, or of a state, that fills the memory of a block with the others."""
+        """Return the bytes of a token, or of a state, that fill the memory of a block."""
         kind = self.groups[group]
         return LAYOUT.block_bytes // (1 if kind.kind == "state" else kind.block_tokens)
 
@@ -216,7 +216,7 @@ class DeviceMachine(RuleBasedStateMachine):
             self.live.append(request)
 
     def may_refuse(self, error: OutOfBlocks, tokens: int, running: list[Request]) -> None:
-        """What fits pools in which nothing but ``running`` is under way has to be admitted."""
+        """A prompt that fits pools in which only ``running`` is active must be admitted."""
         fits = all(
             -(-tokens // group.block_tokens) <= pool.blocks
             for group, pool in zip(self.groups, self.cache.pools, strict=True)
@@ -234,7 +234,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.run(request)
 
     def run(self, request: Request) -> None:
-        """Compute what a request has not got, if its blocks are there."""
+        """Compute the missing tokens of a request if its blocks have arrived."""
         if request.arriving or request.lost:
             return
         for group, copy in request.copies:
@@ -366,7 +366,7 @@ class DeviceMachine(RuleBasedStateMachine):
         assert all(one.lost and not one.ready for one in self.live)
         assert not any(pool.cached for pool in self.cache.pools)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def sound(self) -> None:
@@ -410,9 +410,9 @@ class DeviceMachine(RuleBasedStateMachine):
 
 
 class PartialGroups(DeviceMachine):
-    """Several groups, or one behind a window, with partial matches and little room.
+    """Several groups, or one with a window, with partial matches and little room.
 
-    Without troubles and without what is left out of most runs, so that requests meet.
+    It omits troubles and rare steps, so that requests share more blocks.
     """
 
     trouble = remove = purge = reset = rename = None  # type: ignore[assignment]
@@ -439,7 +439,7 @@ TestDeviceMachine = pytest.mark.slow(DeviceMachine.TestCase)
 TestDeviceMachine.settings = profile(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_pool_hears_of_writes_that_are_given_up() -> None:
+def test_a_pool_learns_of_abandoned_writes() -> None:
     machine = DeviceMachine()
     machine.start(MODELS[0], blocks=6, slots=6, thresholds=(40, 0), below=True, seed=0)
     request = machine.requests.begin([0] * 12)
@@ -458,7 +458,7 @@ def test_a_pool_hears_of_writes_that_are_given_up() -> None:
     machine.teardown()
 
 
-async def test_what_others_put_into_a_shared_tier_is_found_by_the_next_claim() -> None:
+async def test_blocks_of_others_in_a_shared_tier_are_found_by_the_next_claim() -> None:
     tier = SharedFakeTier()
     keys = SimCache.keys(1, 2, 3)
     async with cache_of(LevelSpec(tier)) as cache:

@@ -1,4 +1,4 @@
-"""Device memory that is given back while nobody needs it, and taken again; bytes are checked."""
+"""Device memory that an idle engine gives back and takes again; the bytes are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = {"arena": {"size": 64 * 4096, "reserve": 0}, "tiers": [{"type": "host"}]}
 
 
 def serve(engine: Model, tokens: Sequence[int]) -> int:
-    """As ``Model.run``, once there is room."""
+    """Call ``Model.run`` once there is room."""
     while True:
         try:
             return engine.run(tokens)
@@ -32,7 +32,7 @@ def bytes_of(engine: Model) -> int:
     return sum(one["kv"].untyped_storage().nbytes() for one in engine.cache.tensors)
 
 
-def test_what_is_worth_most_stays_and_the_rest_comes_back_from_host() -> None:
+def test_blocks_of_highest_priority_stay_and_others_come_back_from_host() -> None:
     engine = Model(HOST, FULL, blocks=8)
     serve(engine, range(16))
     serve(engine, range(50, 58))
@@ -58,7 +58,7 @@ def test_what_is_worth_most_stays_and_the_rest_comes_back_from_host() -> None:
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR), (FULL, STATE), (NEAR,)])
 @pytest.mark.parametrize("source", [HOST, {"gpu": {}}])
-def test_whatever_is_given_back_when_every_byte_is_right(
+def test_every_byte_is_right_whenever_memory_is_given_back(
     groups: tuple[Group, ...], source: dict[str, Any]
 ) -> None:
     draw = Random(len(groups))
@@ -108,14 +108,14 @@ def test_no_other_share_can_be_kept(share: float) -> None:
 
 
 class Elsewhere(Model):
-    """An engine whose memory is a part of something else."""
+    """An engine whose memory is part of a larger tensor."""
 
     def allocate(self, group: int, blocks: int) -> dict[str, torch.Tensor]:
         size = self.groups[group].block_tokens
         return {"kv": torch.zeros(2, blocks, size, WIDTH, dtype=torch.uint8)[1]}
 
 
-def test_memory_that_is_a_part_of_something_is_not_given_back() -> None:
+def test_memory_that_is_part_of_a_larger_tensor_is_not_given_back() -> None:
     engine = Elsewhere(HOST, FULL)
     serve(engine, range(8))
     with pytest.raises(LayoutError, match="kv: cannot be given back .*block after block"):
@@ -124,7 +124,7 @@ def test_memory_that_is_a_part_of_something_is_not_given_back() -> None:
     engine.close()
 
 
-def test_a_device_without_memory_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_out_of_memory_keeps_its_previous_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Model(HOST, FULL, blocks=8)
     serve(engine, range(8))
     engine.cache.shrink(0.5, timeout_s=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Routers that follow block pools: they know what a device holds, and nothing that is nowhere."""
+"""Routers that follow block pools know the blocks on a device, and claim no others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def leading(flags: Sequence[bool]) -> int:
 
 
 class RoutedMachine(DeviceMachine):
-    """A router is told over the wire, all at once after each step, of small buffers too."""
+    """A router gets its messages over the wire, all after each step, with small buffers too."""
 
     append = rewind = fork = suspend = resume = None  # type: ignore[assignment]
 
@@ -63,7 +63,7 @@ class RoutedMachine(DeviceMachine):
         super().start(model, blocks, slots=slots, thresholds=(0, 0), below=below, seed=0)
 
     def follow(self, events: PoolEvents) -> OnDevice | None:
-        """Have the router follow what is published."""
+        """Make the router follow the published events."""
         self.router = Index()
         self.feed = Feed(self.router, "it", "tcp://127.0.0.1:1")
         ladder = self.sim.manager.ladder
@@ -78,7 +78,7 @@ class RoutedMachine(DeviceMachine):
         return self.told
 
     def publish(self) -> None:
-        """Tell the router all that there is to tell."""
+        """Send all pending events to the router."""
         while True:
             if events := self.messages.take():
                 batch = Batch(float(self.sent), [*events])
@@ -107,7 +107,7 @@ class RoutedMachine(DeviceMachine):
 
     @rule()
     def settle(self) -> None:
-        """Have all copies end, and tiers do what they are asked."""
+        """Let all copies end, and the tiers execute their calls."""
         for _ in range(3):
             self.copier.drain()
             self.cache.poll()
@@ -122,15 +122,15 @@ class RoutedMachine(DeviceMachine):
 
     @rule()
     def cleared(self) -> None:
-        """Tell the router everything anew, as after a gap that no replay fills."""
+        """Send the full state to the router, as after a gap that no replay fills."""
         self.router.forget("it")
         self.messages.repeat()
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def routed(self) -> None:
-        """The router knows what is on the device, and claims nothing that is nowhere."""
+        """The router knows the blocks on the device, and claims none that is nowhere."""
         if not hasattr(self, "cache"):
             return
         self.publish()
@@ -145,7 +145,7 @@ class RoutedMachine(DeviceMachine):
     def compare(
         self, told: OnDevice, tokens: Sequence[int], salt: str, extra: Sequence[tuple[int, bytes]]
     ) -> None:
-        """Compare what the router knows of a prompt with what is there."""
+        """Compare the router's knowledge of a prompt with the real state."""
         size, images = told.block_tokens, dict[int, list[tuple[bytes, int]]]()
         for offset, content in extra:
             images.setdefault(offset // size, []).append((content, offset % size))

@@ -107,7 +107,7 @@ class TestUnpaged(HandlerTests):
 
 @dataclass(frozen=True, slots=True)
 class Memory(StateHandler):
-    """The matrix of one head of an xLSTM, and its normalizer beside it: of one's own."""
+    """A resource of an author's own: the matrix of one head of an xLSTM, with its normalizer."""
 
     name: str
     size: int
@@ -143,14 +143,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_handlers_of_others_collect_beside_our_own() -> None:
+def test_handlers_of_other_packages_collect_beside_kvladders_own() -> None:
     assert handlers()[-1] is Memory
     layers = [attention(), recurrent(), SimpleNamespace(matrix=torch.zeros(1, 6, 7)), object()]
     names = [[one.name for one in kept] for kept in collected(layers)]
     assert names == [["0.kv"], ["1.state", "1.conv"], ["2.memory"], []]
 
 
-def test_what_is_no_handler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_is_not_a_handler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     registry.register("handlers", "none", dict)
     with pytest.raises(ConfigError, match="'none' is no ResourceHandler"):
@@ -164,7 +164,7 @@ def planned(*resources: ResourceHandler, **options: Any) -> CachePlan:
 # ---- views
 
 
-def test_views_are_told_by_layer_and_state() -> None:
+def test_views_are_found_by_layer_and_state() -> None:
     kv = Layer("0.kv", 2, 8, "bfloat16")
     hnd = Layer("1.kv", 2, 8, "bfloat16", layout="hnd")
     conv = ConvState("2.conv", 24, 3, "bfloat16")
@@ -195,7 +195,7 @@ def test_views_are_told_by_layer_and_state() -> None:
 
 @pytest.mark.parametrize("heads", [8, 2, 1])
 def test_blocks_are_as_large_as_the_heads_of_keys_and_values(heads: int) -> None:
-    """As many query heads as the model may have."""
+    """The number of the model's query heads does not matter."""
     plan = planned(Layer("0", heads, 64, "float16"), Layer("1", heads, 64, "float16"))
     plan.check().group().size(1 << 20)
     [pool] = plan.pools
@@ -206,7 +206,7 @@ def test_blocks_are_as_large_as_the_heads_of_keys_and_values(heads: int) -> None
     assert memory.buffers("1").shape == (blocks, 2, 16, heads, 64)
 
 
-def test_what_is_by_itself_moves_and_pools_stay() -> None:
+def test_memory_outside_the_pools_moves_and_pools_stay() -> None:
     plan = planned(Layer("kv", 2, 8, "float16"), PerSequence("x", (3,), "float32"))
     memory = PlanMemory(plan.check().group().size(1 << 20))
     memory.move("meta")
@@ -266,6 +266,6 @@ class Pages(ResourceHandler):
         return (tokens,)
 
 
-def test_what_is_paged_is_a_layer() -> None:
+def test_a_paged_resource_must_be_a_layer() -> None:
     with pytest.raises(PlanError, match=r"pages: Pages is paged and no Layer \(derive it"):
         planned(Pages()).check()

@@ -23,16 +23,14 @@ def test_without_triton_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     ("offset", "size", "unit"),
     [(0, 4096, 8), (0, 1000, 8), (4, 1004, 4), (2, 34, 2), (1, 4095, 1), (0, 20000, 8)],
 )
-def test_the_widest_elements_of_which_all_runs_consist_are_found(
-    offset: int, size: int, unit: int
-) -> None:
+def test_the_widest_element_common_to_all_runs_is_found(offset: int, size: int, unit: int) -> None:
     batch, *_ = runs(offset, size)
     table, found = table_of(batch)
     assert (tuple(table.shape), found) == ((3, 40), unit)
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 4096), (4, 1004), (2, 34), (1, 9001)])
-def test_runs_are_moved_and_nothing_else_is_written(
+def test_a_kernel_moves_its_runs_and_writes_nothing_else(
     offset: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -47,8 +45,8 @@ def test_runs_are_moved_and_nothing_else_is_written(
 
 
 @pytest.mark.slow
-def test_it_compiles_for_a_device_that_is_not_here() -> None:
-    """The interpreter takes what the compiler refuses, such as other names of the module."""
+def test_the_kernel_compiles_without_its_device() -> None:
+    """The interpreter accepts code that the compiler refuses, such as other names of the module."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
@@ -66,7 +64,7 @@ def test_it_compiles_for_a_device_that_is_not_here() -> None:
 
 
 def runs(offset: int, size: int) -> tuple[CopyRuns, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A batch of 40 runs, where they come from and go to, and to which rows."""
+    """Return a batch of 40 runs, their sources and targets, and the target rows."""
     stride = -(-(offset + size) // 8) * 8 + 8
     source = torch.randint(0, 256, (40, stride), dtype=torch.uint8)
     target = torch.zeros(40, stride, dtype=torch.uint8)

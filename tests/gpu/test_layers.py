@@ -35,7 +35,7 @@ class LayerBefore(OneLayer):
 
 
 class OverAtFirst(StreamCopier):
-    """A job is over when its first layer has come: its slots are others' too early."""
+    """A faulty copier: a job ends with its first layer, which frees its slots too early."""
 
     def _mark_end(self, launched: Any) -> None:
         super()._mark_end(launched)
@@ -46,7 +46,7 @@ LAYERED = [lbhnc, blhnc]
 
 
 @pytest.mark.parametrize("layout", LAYERED)
-def test_a_forward_pass_begins_when_its_first_layer_is_there(
+def test_a_forward_pass_begins_once_its_first_layer_is_loaded(
     layout: Callable[[], list[Tensors]], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.kit.gpu.CALL_S", 0.0)
@@ -71,7 +71,7 @@ def test_a_forward_pass_begins_when_its_first_layer_is_there(
 
 
 def filled(engine: Engine) -> Engine:
-    """An engine whose first four slots hold blocks."""
+    """Return an engine with blocks in its first four slots."""
     engine.forward(0.1, [], [(0, block) for block in range(4)])
     engine.save(0, range(4), [*map(Slot, range(4))])
     engine.settle()
@@ -87,7 +87,7 @@ def test_a_layer_that_does_not_wait_for_its_own_bytes_is_found(
 
 
 @pytest.mark.parametrize("copies", [StreamCopier, OverAtFirst])
-def test_slots_are_in_use_until_the_last_layer_has_come(
+def test_slots_are_in_use_until_the_last_layer_is_loaded(
     copies: type[StreamCopier], start: Start
 ) -> None:
     engine = filled(start(lbhnc, copies=copies, turn_bytes=1))
@@ -111,7 +111,7 @@ def test_layers_that_are_small_are_copied_together(start: Start) -> None:
     assert engine.wrong == []
 
 
-def test_a_load_that_fails_at_some_layer_is_known_when_the_forward_pass_is_told(
+def test_a_load_that_fails_at_one_layer_fails_before_its_forward_pass_is_announced(
     start: Start,
 ) -> None:
     class Third(FakeDevice):
@@ -137,7 +137,7 @@ def test_a_load_that_fails_at_some_layer_is_known_when_the_forward_pass_is_told(
 # ---- small pages, by a kernel
 
 
-def test_a_kernel_moves_a_job_in_one_launch_and_only_what_is_registered(start: Start) -> None:
+def test_a_kernel_moves_a_job_of_registered_memory_in_one_launch(start: Start) -> None:
     engine = start(lbhnc, FakeDevice(small=SLOT_BYTES))
     filled(engine)
     assert [call for call in engine.device.calls if call != "register"] == ["move"]
@@ -154,7 +154,7 @@ def test_pages_that_are_large_are_copied(start: Start) -> None:
 
 
 class Careless(StreamCopier):
-    """A kernel for all small runs, registered or not; or one whose runs nobody keeps."""
+    """A kernel for all small runs, registered or not; or one that does not keep its runs alive."""
 
     forgets = False
 

@@ -1,4 +1,4 @@
-"""The machines over a pool find out what they are for: each fault below is found."""
+"""The machines over a pool find the faults that they are made for: each fault below is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.test_pool_tiers_machine import TiersMachine
 
 
 def match_one(self: Requests, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
-    """``Requests._match``, but what the first group has is taken to be in all of them."""
+    """``Requests._match``, with the first group's blocks assumed to be in all groups."""
     each = zip(self.groups, self._pools, parts, strict=True)
     first, *others = [CachedPrefix(*one, limit) for one in each]
     end = first.group.serves(first.holes, first.shared, limit // self._grain * self._grain, 1)
@@ -58,7 +58,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_that_one_group_alone_is_asked_what_it_has_is_found(
+def test_matching_only_one_group_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Requests, "_match", match_one)

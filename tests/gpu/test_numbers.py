@@ -1,4 +1,4 @@
-"""Integers of any kind are taken wherever a number is, and nothing else is."""
+"""Integers of any kind, and nothing else, are accepted wherever a number is."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def retentions(n: Callable[[int], Any]) -> object:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("door", [sequences, requests, plans, retentions])
-def test_every_door_takes_integers_of_every_kind(
+def test_every_entry_point_takes_integers_of_every_kind(
     door: Callable[[Callable[[int], Any]], object], kind: str
 ) -> None:
     make: Callable[[int], Any] = KINDS[kind]
@@ -112,7 +112,7 @@ async def test_saves_take_integers_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("given", ["priorities", "durations_s"])
-async def test_a_save_says_which_list_has_not_one_for_each_key(given: str) -> None:
+async def test_a_save_names_the_list_whose_length_differs_from_the_keys(given: str) -> None:
     async with cache_of() as cache:
         for short in ([], [1, 2, 3]):
             wrong: dict[str, Any] = {given: short}
@@ -121,7 +121,7 @@ async def test_a_save_says_which_list_has_not_one_for_each_key(given: str) -> No
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_what_is_no_integer_is_refused(odd: Any) -> None:
+def test_values_that_are_not_integers_are_refused(odd: Any) -> None:
     e = Engine(8)
     s = e.begin(range(6))
     calls: list[Callable[[], object]] = [

@@ -44,7 +44,7 @@ class OrderMachine(RuleBasedStateMachine):
         return sum(self.rows.parent[n] == node for n in self.present)
 
     def victims(self) -> list[NodeId]:
-        """Who goes, in order, if all that can go does."""
+        """Return the order of eviction if every evictable node is evicted."""
         left, present, gone = dict(self.used), set(self.present), list[NodeId]()
         while True:
             leaves = [n for n in left if not any(self.rows.parent[m] == n for m in present)]
@@ -63,7 +63,7 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.present) < 12)
     @rule(data=st.data(), priority=PRIORITIES)
     def arrive(self, data: st.DataObject, priority: int) -> None:
-        """A block comes to the device, held."""
+        """Add a held block to the device."""
         node = data.draw(st.sampled_from(sorted(set(self.nodes) - self.present)))
         above = data.draw(st.sampled_from([NOWHERE, *sorted(self.present)]))
         self.rows.parent[node] = above

@@ -1,4 +1,4 @@
-"""What fits a pool that nobody else uses is admitted, whatever is cached in it."""
+"""A prompt that fits an otherwise unused pool is admitted, whatever is cached in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_leaf_that_cannot_be_copied_is_taken_over_and_its_tokens_are_served() 
     assert e.run([0] * 5 + [1, 1, 1]) == 5
 
 
-def test_a_block_that_others_follow_is_not_taken_over_but_computed_anew() -> None:
+def test_a_block_with_followers_is_recomputed_and_not_taken_over() -> None:
     e = Engine(3, partial="copy")
     e.run(range(9))
     assert e.run([0, 1, 2, *range(50, 59)]) == 0
@@ -69,7 +69,7 @@ def test_the_only_request_rewinds_in_a_pool_that_it_fills(
 
 @PARTIALS
 @pytest.mark.parametrize("host", [0, 1])
-def test_what_a_fork_computed_is_no_bar_to_the_only_request_in_a_pool_that_it_fills(
+def test_the_only_request_can_fill_a_pool_after_its_fork_has_computed(
     partial: Partial, host: int
 ) -> None:
     e = Engine(3, partial=partial, host=host, rule=OffloadRule(min_priority=0))
@@ -99,7 +99,7 @@ def test_a_rewound_block_that_others_hold_is_never_written(partial: Partial) -> 
     e.compute(one)
 
 
-def test_followers_of_a_block_that_is_written_on_are_forgotten_everywhere() -> None:
+def test_followers_of_an_overwritten_block_are_forgotten_everywhere() -> None:
     e = Engine(2, host=2, rule=OffloadRule(min_priority=0), events_max=1000, partial="take")
     only = e.begin(range(8))
     e.sequences.rewind(only, 5)

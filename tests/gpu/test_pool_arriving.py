@@ -11,7 +11,7 @@ from tests.gpu.engine import Engine
 
 
 def engine(partial: Partial, text: int = 8) -> Engine:
-    """The host holds a text of so many tokens, and nothing of it is on the device."""
+    """Return an engine with a text of this length in host, and nothing of it on the device."""
     made = Engine(12, host=8, delayed=True, rule=OffloadRule(min_priority=0), partial=partial)
     made.run(range(text))
     made.pool.evict(12)
@@ -26,7 +26,7 @@ def land(engine: Engine, *, ok: bool = True) -> None:
 
 
 def race(engine: Engine) -> tuple[KVSequence, KVSequence]:
-    """One computes what the other waits for, and is done first."""
+    """Let one request compute the blocks that the other waits for, and finish first."""
     ours = engine.sequences.begin(range(9), cached_max=0)
     theirs = engine.sequences.begin(range(9))
     assert theirs.waits
@@ -36,7 +36,9 @@ def race(engine: Engine) -> tuple[KVSequence, KVSequence]:
 
 @pytest.mark.parametrize("partial", ["off", "take", "copy"])
 @pytest.mark.parametrize("ok", [True, False])
-def test_who_computes_what_is_on_its_way_keeps_its_own_bytes(partial: Partial, ok: bool) -> None:
+def test_a_request_that_computes_a_block_in_flight_keeps_its_own_bytes(
+    partial: Partial, ok: bool
+) -> None:
     e = engine(partial)
     ours, theirs = race(e)
     assert ours.ready
@@ -51,7 +53,7 @@ def test_who_computes_what_is_on_its_way_keeps_its_own_bytes(partial: Partial, o
     assert e.run(range(9)) == 8
 
 
-def test_what_is_complete_is_served_at_once_though_a_copy_of_it_is_on_its_way() -> None:
+def test_a_complete_block_is_served_at_once_though_a_copy_is_in_flight() -> None:
     e = engine("off")
     ours, theirs = race(e)
     later = e.sequences.begin(range(9))
@@ -63,7 +65,7 @@ def test_what_is_complete_is_served_at_once_though_a_copy_of_it_is_on_its_way() 
     land(e)
 
 
-def test_what_arrived_second_takes_no_slot_of_its_own() -> None:
+def test_the_second_copy_of_a_block_keeps_no_slot() -> None:
     e = engine("off")
     ours, theirs = race(e)
     assert e.pool.used == 6
@@ -75,7 +77,7 @@ def test_what_arrived_second_takes_no_slot_of_its_own() -> None:
         e.release(sequence)
 
 
-def test_an_answer_that_a_tier_knows_is_computed_again_while_it_comes_up() -> None:
+def test_an_answer_may_be_computed_while_a_tier_loads_the_same_blocks() -> None:
     e = engine("off", text=12)
     ours = e.begin(range(3))
     e.generate(ours, range(3, 7))
@@ -89,7 +91,7 @@ def test_an_answer_that_a_tier_knows_is_computed_again_while_it_comes_up() -> No
         e.release(sequence)
 
 
-def test_what_is_on_its_way_is_not_matched_by_whoever_cannot_wait() -> None:
+def test_a_block_in_flight_does_not_match_for_a_caller_that_cannot_wait() -> None:
     e = engine("off")
     waiting = e.sequences.begin(range(9))
     keys = e.keys(range(8))

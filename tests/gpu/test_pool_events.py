@@ -1,4 +1,4 @@
-"""Cases V: what is reported, and that it is enough to know the index."""
+"""Cases V: the reported events, which suffice to reconstruct the index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_v1_construction_is_reported_once() -> None:
         PoolEvents(-1)
 
 
-def test_v2_what_a_prompt_stores() -> None:
+def test_v2_the_event_of_a_prompt_describes_its_stored_blocks() -> None:
     engine = Engine(8, events_max=10)
     engine.events.take()
     sequence = engine.begin(range(10), lora="42", salt="s")
@@ -62,7 +62,7 @@ def test_v2_storing_the_same_again_emits_nothing() -> None:
     assert engine.events.take() == []
 
 
-def test_v4_an_offload_an_onboarding_and_a_drop() -> None:
+def test_v4_an_offload_an_onboarding_and_a_drop_emit_their_events() -> None:
     engine = Engine(2, host=2, events_max=100)
     shared = engine.begin(range(4))
     engine.release(shared)
@@ -138,7 +138,7 @@ def test_v9_replaying_a_long_run_gives_the_index() -> None:
     assert index == {}
 
 
-def test_where_a_block_is_below_the_device_is_for_the_levels_to_tell() -> None:
+def test_pool_events_name_no_level_below_the_device() -> None:
     engine = Engine(4, host=4, events_max=10)
     engine.run(range(4))
     engine.pool.evict(1)

@@ -1,4 +1,4 @@
-"""Cases E: who goes first, who may be offloaded, and what a wrong call leaves alone."""
+"""Cases E: the order of eviction, offloadable blocks, and wrong calls that change nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_e2_a_claimed_block_is_not_handed_out_again() -> None:
         engine.pool.allocate(1)
 
 
-def test_e3_released_to_the_front_is_next_and_released_normally_is_not() -> None:
+def test_e3_a_block_released_to_the_front_is_next_and_others_are_not() -> None:
     engine = Engine(8)
     [first] = engine.pool.allocate(1)
     engine.pool.release([first], front=True)
@@ -61,7 +61,7 @@ def test_e3_a_cached_block_released_to_the_front_goes_next() -> None:
     assert [on_device(engine, range(s, s + 4)) for s in (0, 100, 200)] == [1, 1, 0]
 
 
-def test_e4_released_b2_then_b1_they_go_in_this_order_after_the_others() -> None:
+def test_e4_blocks_released_as_b2_then_b1_leave_in_this_order_after_the_others() -> None:
     engine = Engine(8)
     [b1], [b2] = engine.pool.allocate(1), engine.pool.allocate(1)
     engine.pool.release([b2])
@@ -92,7 +92,7 @@ def test_e6_priority_5_goes_before_priority_80() -> None:
 
 
 def test_all_blocks_of_the_lowest_priority_go_before_any_of_the_next() -> None:
-    """Whatever they were released after, and however many are asked for at once."""
+    """The order of release and the number of requested blocks do not matter."""
     engine = Engine(12)
     given = [80, 5, 35, 5, 80, 35, 5, 0, 100, 0, 5, 80]
     for number, priority in enumerate(given):
@@ -170,7 +170,7 @@ def test_e11_more_than_can_be_freed_raises_and_changes_nothing() -> None:
     assert len(held) == 3
 
 
-def test_e11_inner_blocks_whose_children_are_held_alone_cannot_be_freed() -> None:
+def test_e11_inner_blocks_cannot_be_freed_while_only_their_children_are_held() -> None:
     engine = Engine(4)
     engine.run(range(12))
     keys = engine.keys(range(12))
@@ -311,7 +311,7 @@ def test_a_wrong_commit_is_refused_before_anything_changed() -> None:
     engine.check()
 
 
-def test_what_is_not_held_alone_or_has_followers_is_not_taken_over() -> None:
+def test_a_shared_block_or_one_with_followers_is_not_taken_over() -> None:
     engine = Engine(8)
     engine.run(range(8))
     first, second = engine.keys(range(8))

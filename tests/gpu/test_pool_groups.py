@@ -51,7 +51,7 @@ def test_s1_a_window_of_8_holds_no_more_than_4_blocks() -> None:
     engine.close()
 
 
-def test_s1_what_left_the_window_can_be_reused_by_others() -> None:
+def test_s1_blocks_that_left_a_window_can_be_reused_by_others() -> None:
     engine = model(NEAR)
     request = engine.begin(range(24))
     engine.compute(request)
@@ -80,7 +80,7 @@ def test_s2_rewinding_over_a_block_boundary_frees_exactly_that_block() -> None:
         engine.close()
 
 
-def test_s2_what_a_window_has_passed_does_not_come_back() -> None:
+def test_s2_blocks_that_left_a_window_do_not_come_back() -> None:
     engine = model(FULL, NEAR)
     request = engine.begin(range(24))
     engine.compute(request)
@@ -93,7 +93,7 @@ def test_s2_what_a_window_has_passed_does_not_come_back() -> None:
     engine.close()
 
 
-def test_s2_a_state_goes_back_to_a_checkpoint_alone() -> None:
+def test_s2_a_state_can_only_go_back_to_a_checkpoint() -> None:
     engine = model(FULL, STATE)
     request = engine.begin(range(10))
     engine.compute(request)
@@ -180,7 +180,7 @@ def forget(engine: Model, group: int, *blocks: int) -> None:
     ],
 )
 @pytest.mark.parametrize("tiered", [False, True])
-def test_s7_a_prefix_ends_where_every_group_can_serve_it(
+def test_s7_a_prefix_is_the_longest_that_every_group_can_serve(
     groups: tuple[Group, ...], lost: tuple[tuple[int, int], ...], cached: int, tiered: bool
 ) -> None:
     engine = model(*groups)
@@ -199,9 +199,9 @@ def test_s7_a_prefix_ends_where_every_group_can_serve_it(
     [
         ((FULL, NEAR), (), 22, 22, 22),
         ((NEAR,), (), 23, 23, 23),
-        ((NEAR, FULL), ((0, 5),), 22, 20, 20),  # a window without a part of its own
+        ((NEAR, FULL), ((0, 5),), 22, 20, 20),  # a window without a part
         ((FULL, NEAR), ((0, 5),), 22, 20, 20),
-        ((FULL, NEAR), (), 10, 8, 10),  # a block that others follow is only copied
+        ((FULL, NEAR), (), 10, 8, 10),  # a block with followers is only copied
         ((FULL, NEAR), ((1, 1),), 10, 4, 4),  # and of no use without the one before it
         ((BROAD, NEAR), (), 22, 22, 22),
         ((BROAD, NEAR), ((1, 5),), 22, 20, 20),
@@ -213,7 +213,7 @@ def test_s7_a_prefix_ends_where_every_group_can_serve_it(
 )
 @pytest.mark.parametrize("partial", ["take", "copy"])
 @pytest.mark.parametrize("tiered", [False, True])
-def test_s7_a_prefix_goes_on_into_a_block_that_every_group_has_a_part_of(
+def test_s7_a_prefix_may_end_within_a_block_that_every_group_holds_in_part(
     groups: tuple[Group, ...],
     lost: tuple[tuple[int, int], ...],
     prompt: int,
@@ -229,7 +229,7 @@ def test_s7_a_prefix_goes_on_into_a_block_that_every_group_has_a_part_of(
         forget(engine, group, block)
     if tiered:
         engine.evict()
-    expected = copied if partial == "copy" or tiered else taken  # what is below is copied anyway
+    expected = copied if partial == "copy" or tiered else taken  # lower blocks are copied anyway
     assert engine.run([*range(prompt), 99]) == expected
     assert engine.run([*range(prompt), 98]) >= (0 if lost else expected // 4 * 4)
     engine.settle()
@@ -256,7 +256,7 @@ def test_s7_the_beginning_of_a_prompt_that_was_cut_short_is_kept_by_every_group(
     engine.close()
 
 
-def test_s7_what_one_group_has_no_room_to_copy_is_copied_in_none() -> None:
+def test_s7_a_partial_block_that_one_group_cannot_copy_is_copied_in_none() -> None:
     engine = Model({"gpu": {"partial": "copy"}}, BROAD, NEAR, blocks=4)
     engine.run(range(14))
     assert engine.run([*range(6), *range(50, 58)]) == 4
@@ -264,7 +264,7 @@ def test_s7_what_one_group_has_no_room_to_copy_is_copied_in_none() -> None:
 
 
 @pytest.mark.slow
-def test_s7_of_several_prefixes_by_brute_force() -> None:
+def test_s7_the_longest_common_prefix_equals_brute_force() -> None:
     @given(st.data())
     @settings(max_examples=300, deadline=None)
     def check(data: st.DataObject) -> None:
@@ -286,7 +286,7 @@ def test_s7_of_several_prefixes_by_brute_force() -> None:
 
 
 class Counted(list[int]):
-    """Counts what is read of it."""
+    """Counts its reads."""
 
     reads = 0
 
@@ -328,7 +328,7 @@ def test_s7_nothing_is_held_where_one_group_has_no_room() -> None:
     engine.close()
 
 
-def test_what_was_handed_out_and_taken_back_is_not_counted() -> None:
+def test_slots_that_were_handed_out_and_taken_back_are_not_counted() -> None:
     engine = model(FULL, NEAR, blocks=4)
     engine.run(range(16))
     engine.cache.pools[0].evict(4)
@@ -405,7 +405,7 @@ def test_s8_a_released_sequence_is_not_forked() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_what_one_group_refuses_changes_no_other(late: int) -> None:
+def test_a_refusal_of_one_group_changes_no_other(late: int) -> None:
     engine = model(FULL, NEAR)
     engine.run(range(13))
     engine.cache.pools[late].evict(24)
@@ -435,7 +435,7 @@ def test_what_one_group_refuses_changes_no_other(late: int) -> None:
     engine.close()
 
 
-def test_what_one_group_has_no_slots_for_is_computed_in_none() -> None:
+def test_tokens_without_slots_in_one_group_are_computed_in_none() -> None:
     engine = model(Group("wide", 16), Group("thin", 4), blocks=30, context=64)
     request = engine.begin(range(60), room=20)
     assert [len(table) for table in request.tables] == [2, 5]

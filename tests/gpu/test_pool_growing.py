@@ -10,7 +10,7 @@ from kvladder.errors import PlanError
 from kvladder.gpu.sizing.grow import Beams, Growing, growth_step
 
 
-def test_g1_capacity_and_length_are_two_things() -> None:
+def test_g1_capacity_and_length_are_independent() -> None:
     buffer = Growing(128, length=17)
     assert (buffer.capacity, buffer.length, buffer.spare) == (128, 17, 111)
     assert not buffer.append(1)
@@ -25,7 +25,7 @@ def test_g1_capacity_and_length_are_two_things() -> None:
 
 
 def grown_at_once(steps: list[int], generated: int) -> list[int]:
-    """How many buffers grow in each step of generation."""
+    """Return how many buffers grow in each step of generation."""
     buffers = [Growing(step) for step in steps]
     return [sum(buffer.append(1) for buffer in buffers) for _ in range(generated)]
 
@@ -83,4 +83,4 @@ def test_beams_read_their_own_history_whatever_their_parents() -> None:
             whole += length
         assert buffers == histories
         assert len({tuple(history[: beams.shared]) for history in histories}) == 1
-    assert copied < whole / 10  # what is alike stays
+    assert copied < whole / 10  # equal rows stay

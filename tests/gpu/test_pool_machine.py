@@ -1,4 +1,4 @@
-"""The pool against a model in plain words: what is cached, who goes next, what is served."""
+"""The pool against a reference model: cached blocks, order of eviction, served blocks."""
 
 from __future__ import annotations
 

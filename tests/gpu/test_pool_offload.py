@@ -20,7 +20,7 @@ ANY = OffloadRule(min_priority=0)
 
 
 def land(engine: Engine) -> None:
-    """Complete everything that is under way."""
+    """Complete all copies in flight."""
     while engine.host.flights:
         engine.host.complete(min(engine.host.flights))
 
@@ -36,7 +36,7 @@ def test_o1_a_prefix_is_served_from_both_levels() -> None:
     assert engine.pool.stats.onboarded > 0
 
 
-def test_o1_with_taking_over_a_block_whose_children_are_below_is_kept() -> None:
+def test_o1_a_block_with_children_below_is_kept_and_not_taken_over() -> None:
     engine = Engine(4, host=4)
     engine.run(range(12))
     engine.run(range(100, 112))
@@ -44,7 +44,7 @@ def test_o1_with_taking_over_a_block_whose_children_are_below_is_kept() -> None:
     assert engine.run([*range(8), 0, 0]) >= 8
 
 
-def test_a_host_block_gets_a_device_copy_when_somebody_computes_it_anew() -> None:
+def test_a_host_block_gets_a_device_copy_when_it_is_recomputed() -> None:
     engine = Engine(4, host=4, delayed=True)
     engine.run(range(8))
     engine.pool.evict(1)
@@ -58,11 +58,11 @@ def test_a_host_block_gets_a_device_copy_when_somebody_computes_it_anew() -> Non
     engine.release(sequence)
     copied = len(engine.host.copied)
     engine.pool.evict(2)
-    assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other one
+    assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other block
 
 
 def test_a_part_of_a_block_below_is_claimed_under_its_own_salt() -> None:
-    """The host checks the salt of each claim: it becomes the owner of what a shared tier has."""
+    """The host checks the salt of each claim: it becomes the owner of a shared tier's block."""
     engine = Engine(4, host=4, partial="copy")
     engine.run(range(8), salt="a")
     engine.pool.evict(2)
@@ -70,7 +70,7 @@ def test_a_part_of_a_block_below_is_claimed_under_its_own_salt() -> None:
 
 
 @pytest.mark.parametrize("inclusive", [False, True])
-def test_o3_offloaded_onboarded_offloaded_the_host_has_the_newest_bytes(inclusive: bool) -> None:
+def test_o3_after_a_second_offload_the_host_has_the_newest_bytes(inclusive: bool) -> None:
     engine = Engine(4, host=4, inclusive=inclusive)
     engine.run(range(4))
     [key] = engine.keys(range(4))
@@ -87,7 +87,7 @@ def test_o3_offloaded_onboarded_offloaded_the_host_has_the_newest_bytes(inclusiv
     assert len(engine.host.copied) == (2 if inclusive else 3)  # the tail of the second run too
 
 
-def test_o4_two_blocks_on_their_way_never_share_a_host_slot() -> None:
+def test_o4_two_blocks_in_flight_never_share_a_host_slot() -> None:
     engine = Engine(4, host=2, rule=ANY, delayed=True)
     for start in (0, 100, 200):
         engine.run(range(start, start + 4))
@@ -123,11 +123,11 @@ def test_o5_a_partial_copy_waits_until_its_source_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_o7_what_no_tier_takes_is_dropped_with_one_removed(host: int) -> None:
+def test_o7_a_block_that_no_tier_takes_is_dropped_with_one_removed_event(host: int) -> None:
     engine = Engine(2, host=host, events_max=100, delayed=True)
     high = Retention((RetentionRange(0, None, 90),))
     engine.run(range(100, 104), retention=high)
-    engine.pool.evict(1)  # its copy is under way, so the host is full and cannot give way
+    engine.pool.evict(1)  # its copy is in flight, so the host is full and cannot evict it
     [key] = engine.keys(range(4))
     engine.run(range(4))
     engine.events.take()
@@ -172,7 +172,7 @@ def test_o9_copies_may_end_in_any_order(order: tuple[int, ...]) -> None:
 # ---- further of the same kind
 
 
-def test_a_block_on_its_way_out_that_is_matched_stays() -> None:
+def test_a_block_matched_during_its_offload_stays() -> None:
     engine = Engine(8, host=4, delayed=True)
     engine.run(range(8))
     engine.pool.evict(2)
@@ -190,7 +190,7 @@ def test_a_block_on_its_way_out_that_is_matched_stays() -> None:
     engine.check()
 
 
-def test_a_failed_offload_loses_the_block_and_nothing_else() -> None:
+def test_a_failed_offload_loses_only_its_block() -> None:
     engine = Engine(4, host=4, delayed=True, events_max=100)
     engine.run(range(4))
     engine.pool.evict(1)
@@ -202,7 +202,7 @@ def test_a_failed_offload_loses_the_block_and_nothing_else() -> None:
     assert engine.run(range(5)) == 0
 
 
-def test_a_failed_onboarding_is_a_miss_for_all_who_wait() -> None:
+def test_a_failed_onboarding_is_a_miss_for_every_waiting_request() -> None:
     engine = Engine(8, host=4, delayed=True)
     engine.run(range(8))
     engine.pool.evict(2)
@@ -234,7 +234,7 @@ def test_a_request_that_leaves_while_its_blocks_arrive_keeps_their_slots_busy() 
     engine.check()
 
 
-def test_what_the_tiers_drop_takes_its_followers_along_each_with_its_event() -> None:
+def test_a_block_dropped_by_the_tiers_removes_its_followers_with_an_event_each() -> None:
     engine = Engine(4, host=4, events_max=100)
     engine.run(range(12))
     engine.pool.evict(3)
@@ -257,7 +257,7 @@ def test_children_below_stay_reachable_while_their_parent_is_somewhere() -> None
     engine.check()
 
 
-def test_what_only_the_tiers_know_is_found_there() -> None:
+def test_blocks_known_only_to_the_tiers_are_found_there() -> None:
     engine = Engine(4, host=4, events_max=100)
     engine.run(range(12))
     engine.pool.evict(3)
@@ -270,7 +270,7 @@ def test_what_only_the_tiers_know_is_found_there() -> None:
     engine.check()
 
 
-def test_what_was_claimed_is_given_back_when_there_is_no_room() -> None:
+def test_claims_are_released_when_there_is_no_room() -> None:
     engine = Engine(2, host=4)
     engine.run(range(8))
     engine.pool.evict(2)
@@ -283,7 +283,7 @@ def test_what_was_claimed_is_given_back_when_there_is_no_room() -> None:
     engine.check()
 
 
-def test_the_tail_of_a_prompt_comes_back_without_being_given_up_below() -> None:
+def test_the_tail_of_a_prompt_is_loaded_and_stays_below() -> None:
     engine = Engine(4, host=4, inclusive=True)
     engine.run(range(6), [6, 7])
     engine.pool.evict(2)
@@ -293,13 +293,13 @@ def test_the_tail_of_a_prompt_comes_back_without_being_given_up_below() -> None:
     engine.check()
 
 
-def test_a_copy_that_is_not_under_way_cannot_land() -> None:
+def test_a_copy_that_is_not_in_flight_cannot_land() -> None:
     engine = Engine(4, host=4)
     with pytest.raises(NotHeld):
         engine.pool.landed(7)  # type: ignore[arg-type]
 
 
-def test_hits_are_told_to_the_tiers() -> None:
+def test_the_tiers_learn_of_hits() -> None:
     engine = Engine(4, host=4)
     engine.run(range(4))
     engine.run(range(5))

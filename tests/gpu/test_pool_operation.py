@@ -1,4 +1,4 @@
-"""What an operator sees of the pools on a device: metrics, advice, a profiler's ranges."""
+"""An operator's view of the pools on a device: metrics, advice, a profiler's ranges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_statistic_of_the_pools_is_exposed_once() -> None:
     engine.close()
 
 
-def test_the_pools_say_what_became_of_prompts_and_requests() -> None:
+def test_pool_metrics_count_the_outcomes_of_prompts_and_requests() -> None:
     engine = Model(STACK, FULL, blocks=6)
     engine.run(range(8))
     engine.run([*range(8), 50])
@@ -61,7 +61,7 @@ def test_the_pools_say_what_became_of_prompts_and_requests() -> None:
     engine.close()
 
 
-def test_ages_and_distances_are_those_from_release_to_the_next_use() -> None:
+def test_ages_and_distances_run_from_release_to_the_next_use() -> None:
     engine = Engine(32)
     engine.run(range(8))  # two blocks, idle from 0 s on
     engine.clock.now_s = 100.0
@@ -142,7 +142,7 @@ def test_sustained_preemption_is_answered_with_advice_once_in_a_while(
     engine.close()
 
 
-def test_a_profiler_sees_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_sees_named_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     open_ranges: list[str] = []
 
@@ -171,5 +171,5 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
     assert ranges.ranged("poll") is ranges.ranged("onboard", 3)
     monkeypatch.setenv(ranges.PROFILERS[0], "/somewhere.so")
     ranges._nvtx.cache_clear()
-    ranges.ranged("poll")  # and on a machine without a device it is none, too
+    ranges.ranged("poll")  # without a device there is no profiler either
     ranges._nvtx.cache_clear()

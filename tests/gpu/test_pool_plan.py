@@ -57,7 +57,7 @@ def test_p2_states_are_pooled_where_shape_and_type_agree(other: State, together:
     ("conv_dim", "joins"),
     [(512, True), (512 + 32, True), (512 + 96, True), (512 + 16, False), (512 - 32, False)],
 )
-def test_p2_a_convolution_joins_a_state_whose_inputs_it_holds(conv_dim: int, joins: bool) -> None:
+def test_p2_a_convolution_joins_the_state_that_has_its_inputs(conv_dim: int, joins: bool) -> None:
     conv = ConvState("conv", conv_dim, 3, "float16")
     made = plan(STATE, conv)
     assert made.pooled == [("state", "conv") if joins else ("state",)]
@@ -150,7 +150,7 @@ def test_p4_the_phases_come_in_order_and_can_be_printed() -> None:
         made.check()
 
 
-def test_p4_what_is_alone_is_allocated_for_every_sequence() -> None:
+def test_p4_resources_outside_the_pools_are_allocated_for_every_sequence() -> None:
     rest = PerSequence("cross", (4, 64), "float16")
     made = plan(KV, rest, Unpaged("scores", 8, "float32"))
     assert [(one.name, one.bytes) for one in made.alone] == [("cross", 512), ("scores", 32 * 1024)]

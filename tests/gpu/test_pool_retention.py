@@ -1,4 +1,4 @@
-"""Cases R: priorities by token range, how long they last, and what they save."""
+"""Cases R: priorities by token range, their durations, and the blocks that they keep."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_r18_a_duration_survives_offload_and_plain_reuse_and_ends_on_time() -> N
     engine.check()
 
 
-def test_r18_what_is_below_the_default_stays_there_when_it_expires() -> None:
+def test_r18_a_priority_below_the_default_stays_when_its_retention_expires() -> None:
     engine = Engine(4)
     engine.run(range(4), retention=retention((0, None, 10), duration_s=0.005))
     [key] = engine.keys(range(4))
@@ -139,7 +139,7 @@ def test_blocks_filled_while_decoding_take_the_decode_priority_not_the_range() -
     engine.check()
 
 
-def test_what_is_said_while_decoding_has_a_duration_of_its_own() -> None:
+def test_the_decode_priority_has_its_own_duration() -> None:
     engine = Engine(8)
     wanted = Retention((RetentionRange(0, None, 80, None),), 90, 2.0)
     engine.run(range(6), range(6, 18), retention=wanted)

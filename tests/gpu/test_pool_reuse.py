@@ -1,4 +1,4 @@
-"""Cases U: what a prompt is served, and what is kept of it."""
+"""Cases U: the blocks that a prompt is served, and the blocks that it stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stored(engine: Engine) -> list[tuple[int, ...]]:
 
 
 @PARTIAL
-def test_u1_what_is_stored_on_release(partial: Partial) -> None:
+def test_u1_a_release_stores_full_blocks_and_the_tail(partial: Partial) -> None:
     engine = Engine(8, partial=partial)
     sequence = engine.begin(range(9))
     assert (sequence.cached, len(sequence.table), engine.pool.used) == (0, 3, 3)
@@ -58,7 +58,7 @@ def test_u3_a_partial_tail_is_taken_over_once() -> None:
     assert engine.pool.free == 8
 
 
-def test_u3_with_copying_everybody_gets_the_tail() -> None:
+def test_u3_with_copying_every_request_gets_the_tail() -> None:
     engine = Engine(8, partial="copy")
     engine.run(range(9), [9, 10])
     first, second = engine.begin(range(10)), engine.begin(range(11))
@@ -100,7 +100,7 @@ def test_u5_at_most_all_but_the_last_token_are_served(partial: Partial) -> None:
 
 
 @PARTIAL
-def test_u8_one_token_is_computed(partial: Partial) -> None:
+def test_u8_a_prompt_of_one_token_is_computed(partial: Partial) -> None:
     engine = Engine(8, partial=partial)
     engine.run([0])
     assert engine.run([0]) == 0
@@ -122,7 +122,7 @@ def test_u9_an_inner_block_is_only_copied(partial: Partial, served: int) -> None
     assert engine.run(range(8)) == served
 
 
-def test_u10_to_u12_what_differs_is_not_served() -> None:
+def test_u10_to_u12_blocks_with_different_tokens_are_not_served() -> None:
     engine = Engine(8)
     assert engine.run(range(8)) == 0
     assert engine.run([0, 1, 2, 3, 99, 100, 101, 102]) == 4
@@ -130,7 +130,7 @@ def test_u10_to_u12_what_differs_is_not_served() -> None:
 
 
 @PARTIAL
-def test_u14_namespaces_never_see_each_other(partial: Partial) -> None:
+def test_u14_namespaces_never_share_blocks(partial: Partial) -> None:
     engine = Engine(40, partial=partial)
     images = [(5, b"image one")], [(5, b"image two")]
     for served in (0, 10):
@@ -162,7 +162,7 @@ def test_u15_live_requests_share_full_blocks() -> None:
     assert engine.pool.free == 10
 
 
-def test_u15_who_computes_the_same_at_the_same_time_shares_afterwards() -> None:
+def test_u15_requests_that_compute_the_same_blocks_share_them_afterwards() -> None:
     engine = Engine(10)
     first, second = (engine.sequences.begin(range(9)) for _ in range(2))
     assert engine.pool.used == 6
@@ -174,7 +174,7 @@ def test_u15_who_computes_the_same_at_the_same_time_shares_afterwards() -> None:
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 13])
-def test_u16_statistics_per_request_and_per_pool(count: int) -> None:
+def test_u16_statistics_are_counted_per_request_and_per_pool(count: int) -> None:
     engine = Engine(8, partial="copy")
     first, second = engine.begin(range(count)), engine.begin(range(count))
     blocks, reused = -(-count // 4), count // 4
@@ -200,7 +200,7 @@ def test_u16_blocks_of_a_prompt_are_counted_once_if_it_is_computed_in_parts() ->
     assert (engine.pool.stats.reused, engine.pool.stats.missed) == (10, 40)
 
 
-def test_u17_after_a_reset_nothing_is_served_nor_stored_by_those_who_run() -> None:
+def test_u17_after_a_reset_running_requests_neither_serve_nor_store_blocks() -> None:
     engine = Engine(8, host=4)
     engine.run(range(9))
     engine.pool.evict(1)
@@ -230,7 +230,7 @@ def test_a_removed_block_is_not_found_and_takes_its_followers_along() -> None:
     assert engine.run(range(12)) == 4
 
 
-def test_rewound_content_does_not_reach_others() -> None:
+def test_rewound_content_is_not_served_to_others() -> None:
     for partial in ("take", "copy"):
         engine = Engine(8, partial=partial)
         sequence = engine.begin(range(8))
@@ -279,7 +279,7 @@ def test_wrong_calls_change_nothing() -> None:
         Sequences(engine.pool, KeyScheme(namespace({}), block_tokens=8))
 
 
-def test_a_sequence_with_copies_to_be_made_does_not_run() -> None:
+def test_a_sequence_with_pending_copies_does_not_run() -> None:
     engine = Engine(8, partial="copy")
     engine.run(range(6))
     sequence = engine.sequences.begin(range(6))

@@ -22,7 +22,7 @@ from tests.gpu.engine import Engine
 GIB = 1 << 30
 
 
-def test_q1_bytes_per_token() -> None:
+def test_q1_bytes_per_token_follow_the_layers() -> None:
     assert kv_bytes_per_token(80, 8, 128, 2) == 327_680
     assert kv_bytes_per_token(80, 8, 128, 1) == 163_840
     assert kv_bytes_per_token(80, 64, 128, 2) == 2_621_440
@@ -119,7 +119,7 @@ def test_q9_the_pool_takes_the_smaller_of_two_bounds() -> None:
         pool_bytes(fraction=0.5, max_tokens=0, **left)
 
 
-def test_what_a_group_needs_and_gets() -> None:
+def test_memory_is_divided_by_the_needs_of_each_group() -> None:
     full, near, state = Group("a", 16), Group("b", 16, "window", 128), Group("c", 512, "state")
     assert [needed(one, 4096, 4096) for one in (full, near, state)] == [256, 256, 8]
     assert [needed(one, 4096, 64) for one in (full, near, state)] == [256, 14, 3]
@@ -170,7 +170,7 @@ def config(name: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_real_models(name: str, tmp_path: Path) -> None:
+def test_real_models_have_their_known_sizes(name: str, tmp_path: Path) -> None:
     count, token_bytes, windows, state_bytes = KINDS[name]
     found = kept_by(config(name, tmp_path)).resources
     layers = [one for one in found if isinstance(one, Layer)]
@@ -185,7 +185,7 @@ def test_real_models(name: str, tmp_path: Path) -> None:
     assert len(kinds) == len(set(kinds))
 
 
-def test_convolutions_without_states_are_by_themselves(tmp_path: Path, capsys: Any) -> None:
+def test_convolutions_without_states_are_planned_alone(tmp_path: Path, capsys: Any) -> None:
     model = ["--model", str(config("LFM2_1B", tmp_path)), "--memory", "1GiB", "--context", "4096"]
     stack = tmp_path / "stack.yaml"
     stack.write_text("{host: 1 GiB}")
@@ -214,7 +214,7 @@ def size(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
 
 
 @pytest.mark.slow
-def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
+def test_q3_the_command_prints_the_sequences(tmp_path: Path, capsys: Any) -> None:
     model = ["--model", str(config("LLAMA_3_70B", tmp_path)), "--memory", "40GiB"]
     code, text = size(capsys, *model, "--context", "8192", "--dtype", "fp8")
     assert code == 0
@@ -226,7 +226,7 @@ def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_window_holds_what_it_reads_and_a_step(tmp_path: Path, capsys: Any) -> None:
+def test_a_window_holds_its_tokens_and_one_step(tmp_path: Path, capsys: Any) -> None:
     model = ["--model", str(config("GEMMA_3_4B", tmp_path)), "--memory", "40GiB"]
     whole, default, small = (
         size(capsys, *model, "--context", "131072", *step)[1]
@@ -241,7 +241,9 @@ def test_a_window_holds_what_it_reads_and_a_step(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.slow
-def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_sizes_a_hybrid_model_with_the_tiers_of_a_stack(
+    tmp_path: Path, capsys: Any
+) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text(
         "arena: {size: 1 GiB}\n"
@@ -272,7 +274,7 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
         (", dtype: float32", "2x16-float32"),
     ],
 )
-def test_what_a_stack_says_of_the_device_is_what_is_sized(
+def test_the_command_sizes_a_device_by_the_settings_of_a_stack(
     more: str, says: str, tmp_path: Path, capsys: Any
 ) -> None:
     made = {"model_type": "gemma3_text", "num_hidden_layers": 12, "hidden_size": 64, "head_dim": 16}

@@ -1,4 +1,4 @@
-"""A pool over a tier whose copies end in any order, or fail: no wrong byte, no slot lost."""
+"""A pool over a tier with copies that end in any order, or fail: no wrong byte, no slot lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = (9, 5, 8, 13, 1, 3, 4, 6, 14)
 
 @st.composite
 def prompts(draw: st.DrawFn, longest: int = 14) -> list[int]:
-    """Mostly the beginnings of one text, so that requests meet in what they compute."""
+    """Return prompts, mostly beginnings of one text, so that requests share blocks."""
     tokens = [0] * draw(st.sampled_from([n for n in LENGTHS if n <= longest]))
     if draw(st.integers(0, 5)) == 5:
         tokens[draw(st.integers(0, len(tokens) - 1))] = 1
@@ -60,7 +60,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.live: list[KVSequence] = []
         self.index: Indexed = {}
 
-    # One rule, which draws what happens: of many rules most runs would leave most out, and faults
+    # One rule, which draws the event: with many rules most runs would leave most out, and faults
     # between requests take several of them.
 
     @rule(data=st.data(), what=st.sampled_from(ACTIONS))
@@ -68,7 +68,7 @@ class TiersMachine(RuleBasedStateMachine):
         getattr(self, what)(data)
 
     def begin(self, data: st.DataObject) -> None:
-        """A request for a text, of which it is served no more than so much."""
+        """Begin a request for a text, with a bound on the served tokens."""
         tokens, most = data.draw(prompts()), data.draw(st.sampled_from([None, None, 0, 5]))
         priority = data.draw(st.sampled_from([None, None, None, 0, 35, 60]))
         retention = None
@@ -85,14 +85,14 @@ class TiersMachine(RuleBasedStateMachine):
             self.live.append(sequence)
 
     def may_refuse(self, error: OutOfBlocks, tokens: int, running: list[KVSequence]) -> None:
-        """What fits a pool in which nothing but ``running`` is under way has to be admitted."""
+        """A prompt that fits a pool in which only ``running`` is active must be admitted."""
         fits = -(-tokens // self.engine.block_tokens) <= self.pool.blocks
         alone = self.live == running and not self.host.flights
         assert not (fits and alone), f"refused by an idle pool: {error}"
         assert self.host.flights or not isinstance(error, BlocksBusy)
 
     def run(self, data: st.DataObject) -> None:
-        """A whole request, as far as it can run at once; what is idle leaves the device."""
+        """Run a request as far as possible at once; idle blocks leave the device."""
         tokens = data.draw(prompts())
         try:
             sequence = self.engine.sequences.begin(tokens)

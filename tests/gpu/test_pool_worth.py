@@ -1,4 +1,4 @@
-"""What a block is worth travels both ways between the device and the tiers, and is never stale."""
+"""Priorities travel both ways between the device and the tiers, and are never stale."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def meta(model: Model, tokens: Sequence[int]) -> BlockMeta | None:
 
 
 @pytest.mark.parametrize("inclusive", [False, True])
-def test_a_block_that_was_retained_anew_on_the_device_is_worth_that_below(inclusive: bool) -> None:
+def test_a_block_retained_again_on_the_device_has_its_new_priority_below(inclusive: bool) -> None:
     e = Engine(8, host=4, inclusive=inclusive, rule=ANY)
     e.run(range(4))
     e.pool.evict(1)
@@ -55,7 +55,7 @@ def test_a_block_that_was_retained_anew_on_the_device_is_worth_that_below(inclus
     assert e.host.blocks[e.keys(range(4))[0]].priority == 90
 
 
-def test_host_learns_priority_time_and_uses() -> None:
+def test_host_learns_the_priority_time_and_uses_of_a_block() -> None:
     m = model()
     m.run(range(4))
     m.evict()
@@ -69,7 +69,7 @@ def test_host_learns_priority_time_and_uses() -> None:
     m.close()
 
 
-def test_what_is_worth_too_little_now_leaves_the_level() -> None:
+def test_a_block_lowered_below_the_threshold_leaves_the_level() -> None:
     m = model(host={"min_priority": 35})
     m.run(range(4))
     m.evict()
@@ -81,7 +81,7 @@ def test_what_is_worth_too_little_now_leaves_the_level() -> None:
     m.close()
 
 
-def test_what_is_worth_too_little_for_host_goes_to_a_level_that_takes_it() -> None:
+def test_a_block_below_hosts_threshold_goes_to_a_level_that_takes_it() -> None:
     cold = {"type": "memory", "name": "cold", "capacity": "1 MiB", "min_priority": 0}
     m = model(host={"min_priority": 35}, tiers=[cold])
     m.run(range(4))
@@ -95,7 +95,7 @@ def test_what_is_worth_too_little_for_host_goes_to_a_level_that_takes_it() -> No
     m.close()
 
 
-def test_what_was_used_on_the_device_is_the_last_to_go_below() -> None:
+def test_a_block_used_on_the_device_is_evicted_last_below() -> None:
     m = model(slots=6)
     m.run(range(4))
     m.evict()
@@ -128,7 +128,7 @@ def test_a_save_that_lowers_a_priority_below_the_threshold_gives_the_block_up() 
 # ---- up
 
 
-def test_a_restart_keeps_the_priority_of_what_files_hold(tmp_path: Path) -> None:
+def test_a_restart_keeps_the_priority_of_blocks_in_files(tmp_path: Path) -> None:
     nvme = {"type": "files", "name": "nvme", "path": str(tmp_path), "capacity": "1 MiB"}
 
     def opened() -> Model:
@@ -167,7 +167,7 @@ def test_a_retention_that_the_tiers_remember_ends_in_time() -> None:
 # ---- floors
 
 
-def test_an_ancestor_that_is_worth_more_now_lets_what_follows_through() -> None:
+def test_a_raised_ancestor_lets_its_followers_through() -> None:
     e = Engine(8, host=8)
     e.run(range(12), retention=Retention((RetentionRange(0, 4, 5),)))
     e.run(range(5), retention=Retention((RetentionRange(0, 4, 90),)))
@@ -175,7 +175,7 @@ def test_an_ancestor_that_is_worth_more_now_lets_what_follows_through() -> None:
     assert all(key in e.host.blocks for key in e.keys(range(12)))
 
 
-def test_an_ancestor_whose_retention_ended_holds_back_what_follows() -> None:
+def test_an_ancestor_with_an_ended_retention_holds_back_its_followers() -> None:
     e = Engine(8, host=8, rule=OffloadRule(min_priority=50))
     e.run(range(8), retention=Retention((RetentionRange(0, 4, 80, 1.0), RetentionRange(4, 8, 80))))
     e.clock.now_s = 2.0
@@ -196,10 +196,10 @@ def test_floors_follow_every_change_of_a_priority() -> None:
         ]
 
 
-# ---- who said what
+# ---- the source of a priority
 
 
-def test_a_fork_that_rewinds_changes_nothing_for_the_others() -> None:
+def test_a_fork_that_rewinds_changes_nothing_for_other_sequences() -> None:
     def worth(*, rewinds: bool) -> list[int | None]:
         e = Engine(16)
         kept = Retention((RetentionRange(0, 4, 60),))
@@ -214,7 +214,7 @@ def test_a_fork_that_rewinds_changes_nothing_for_the_others() -> None:
     assert worth(rewinds=True) == worth(rewinds=False) == [60, 80, 80]
 
 
-def test_an_answer_whose_request_asks_for_nothing_keeps_what_it_has() -> None:
+def test_an_answer_keeps_its_priority_when_a_request_states_none() -> None:
     e = Engine(16)
     e.run(range(4), range(4, 13), retention=Retention(decode_priority=80))
     assert prios(e, range(12)) == [35, 80, 80]

@@ -29,7 +29,7 @@ def model(*groups: Group, slots: int = 64, blocks: int = 12, **options: Any) -> 
 
 
 def running(engine: Model) -> Request:
-    """A request that generated three tokens, the last of which is not computed."""
+    """Return a request with three generated tokens; the last one is not computed."""
     request = engine.begin(range(13))
     for token in (50, 51, 52):
         engine.compute(request)
@@ -48,7 +48,7 @@ def back(engine: Model, suspended: Suspended) -> Request:
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR), (FULL, STATE), (NEAR,)])
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_a_suspended_request_goes_on_where_it_was(
+def test_a_suspended_request_continues_where_it_was(
     groups: tuple[Group, ...], how: How, crowded: bool
 ) -> None:
     engine = model(*groups)
@@ -59,7 +59,7 @@ def test_a_suspended_request_goes_on_where_it_was(
     assert suspended.copies_left == 0
     assert suspended.how == how
     assert all(pool.used == 0 for pool in engine.cache.pools)
-    if crowded:  # others take all of the device meanwhile, and nothing stays cached
+    if crowded:  # other requests take the whole device in between, and nothing stays cached
         engine.evict()
         engine.cache.reset()
         others = [pool.allocate(pool.blocks) for pool in engine.cache.pools]
@@ -84,7 +84,7 @@ def test_a_suspended_request_goes_on_where_it_was(
     engine.close()
 
 
-def test_what_is_still_on_the_device_is_shared_and_not_copied() -> None:
+def test_blocks_still_on_the_device_are_shared_and_not_copied() -> None:
     engine = model()
     suspended = engine.cache.suspend(running(engine))
     engine.settle()
@@ -97,7 +97,7 @@ def test_what_is_still_on_the_device_is_shared_and_not_copied() -> None:
     engine.close()
 
 
-def test_without_room_for_all_of_its_blocks_it_is_recomputed() -> None:
+def test_a_request_without_room_for_all_of_its_blocks_is_recomputed() -> None:
     engine = model(slots=3)
     suspended = engine.cache.suspend(running(engine))
     assert (suspended.how, suspended.copies_left) == ("recompute", 0)
@@ -106,7 +106,7 @@ def test_without_room_for_all_of_its_blocks_it_is_recomputed() -> None:
     engine.close()
 
 
-def test_what_is_recomputed_gets_room_for_a_part_at_first() -> None:
+def test_a_recomputed_request_may_get_room_for_a_part_at_first() -> None:
     engine = model(FULL, NEAR)
     suspended = engine.cache.preemption.suspend(running(engine), "recompute")
     engine.cache.reset()
@@ -126,7 +126,7 @@ def test_what_is_recomputed_gets_room_for_a_part_at_first() -> None:
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR)])
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_what_it_generated_keeps_its_priority_if_it_is_recomputed(
+def test_generated_blocks_keep_their_priority_in_a_recompute(
     groups: tuple[Group, ...], forgotten: bool
 ) -> None:
     engine = model(*groups)
@@ -173,7 +173,7 @@ def test_a_copy_that_fails_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.close()
 
 
-def test_the_cheaper_way_is_taken_as_measured() -> None:
+def test_the_way_measured_as_cheaper_is_taken() -> None:
     engine = model()
     request = running(engine)
     preemption = engine.cache.preemption
@@ -191,7 +191,7 @@ def test_the_cheaper_way_is_taken_as_measured() -> None:
 
 
 @pytest.mark.parametrize("way", ["offload", "onboard"])
-def test_until_both_ways_are_measured_one_is_taken_for_the_other(way: Direction) -> None:
+def test_one_measured_direction_stands_for_both(way: Direction) -> None:
     engine = model()
     request = running(engine)
     size = 4 * 4 * 24
@@ -237,7 +237,7 @@ def test_a_request_is_not_used_while_it_is_suspended() -> None:
     engine.close()
 
 
-def test_closing_gives_up_what_is_suspended_or_on_its_way() -> None:
+def test_closing_drops_suspended_requests_and_copies_in_flight() -> None:
     for settled in (True, False):
         engine = model()
         suspended = engine.cache.suspend(running(engine))
@@ -267,7 +267,7 @@ class Lazy:
 
 @pytest.mark.parametrize("well", [True, False])
 @pytest.mark.parametrize("own_first", [True, False])
-def test_it_waits_for_blocks_that_another_request_brings(
+def test_a_resumed_request_waits_for_blocks_that_another_one_loads(
     well: bool, own_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = model()
@@ -305,7 +305,7 @@ FORGET: dict[str, Callable[[Model, Sequence[BlockKey]], object]] = {
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("suspended_first", [True, False])
 @pytest.mark.parametrize("forget", FORGET)
-def test_what_was_forgotten_does_not_come_back_with_it(
+def test_forgotten_blocks_do_not_come_back_with_a_resumed_request(
     groups: tuple[Group, ...], how: How, suspended_first: bool, forget: str
 ) -> None:
     engine = model(*groups, blocks=24, context=32)

@@ -1,4 +1,4 @@
-"""Memory that goes from one pool to another while requests run: never a wrong byte, none lost."""
+"""Memory that moves between pools while requests run: never a wrong byte, none lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOST = {"arena": {"size": 64 * 4096, "reserve": 0}, "tiers": [{"type": "host"}]}
 
 
 class Shared(Model):
-    """An engine whose groups share one memory, in regions of 8 tokens."""
+    """An engine with groups that share one memory, in regions of 8 tokens."""
 
     def __init__(self, source: Any, *groups: Group, regions: int = 24, context: int = 16) -> None:
         self.groups, self.device = groups, "cpu"
@@ -121,7 +121,7 @@ def test_the_setting_has_pools_share_one_memory() -> None:
             cache.shrink(timeout_s=0.0)
 
 
-def test_one_pool_has_nobody_to_share_with() -> None:
+def test_one_pool_alone_shares_no_memory() -> None:
     with opened(None, None) as cache:
         assert cache.rebalance is None
 
@@ -135,10 +135,10 @@ def test_pools_of_several_types_do_not_share() -> None:
     assert got.value.path == "gpu.rebalance"
 
 
-# ---- a region on its way
+# ---- a region being moved
 
 
-def test_what_is_cached_in_a_region_moves_and_what_is_held_stays() -> None:
+def test_cached_blocks_of_a_region_move_and_held_ones_stay() -> None:
     engine = Shared({"gpu": {}}, FULL, FAR)
     assert engine.run(range(12)) == 0
     request = engine.begin(range(50, 62))
@@ -184,7 +184,7 @@ def test_a_region_that_is_held_for_long_stays() -> None:
 
 
 @pytest.mark.slow
-def test_pools_follow_a_load_whose_mix_changes() -> None:
+def test_pools_follow_a_changing_mix_of_load() -> None:
     first, second = [mix._replace(requests=mix.requests // 2) for mix in CHANGING[:2]]
     with load(rebalance=False) as cache:
         fixed = serve(cache, [first]).preempted
@@ -200,7 +200,7 @@ def test_pools_follow_a_load_whose_mix_changes() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_window_alone_evicted_is_asked_for_and_kept() -> None:
+def test_rebalancing_keeps_blocks_that_a_window_would_evict() -> None:
     found: list[int] = []
     for rebalance in (False, True):
         with load(rebalance=rebalance) as cache:
@@ -220,7 +220,7 @@ def test_an_even_load_moves_little() -> None:
         assert rebalance.counts()["moved"] - before <= 4
 
 
-def test_a_region_does_not_go_back_at_once() -> None:
+def test_a_moved_region_does_not_move_back_at_once() -> None:
     engine = Shared({"gpu": {}}, FULL, FAR)
     one = engine.rebalance
     for way in ((0, 1), (1, 0), (0, 1)):
@@ -242,7 +242,7 @@ def test_a_region_does_not_go_back_at_once() -> None:
 
 
 class RebalanceMachine(RuleBasedStateMachine):
-    """Requests of two groups that share memory, between whose pools regions go at any time."""
+    """Requests of two groups that share memory; regions move between their pools at any time."""
 
     @initialize(
         tiers=st.sampled_from([False, False, True]), regions=st.integers(9, 20), wide=st.booleans()

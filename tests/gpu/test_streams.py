@@ -1,7 +1,7 @@
-"""Copies on a simulated device: their order against compute, what the host waits for, its faults.
+"""Copies on a simulated device: their order against compute, the host's waits, and faults.
 
 An engine runs in virtual time: its forward passes write blocks for a while and read others, and
-check what they read. Each fault that a copier could have is put in, and found.
+check the bytes they read. Each possible fault of a copier is planted, and found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.kit.gpu import FakeDevice, Line, Operation
     ids=["batched", "staged", "kernel"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_block_is_whole_whatever_the_engine_does_meanwhile(
+def test_every_block_stays_whole_whatever_the_engine_does(
     layout: Callable[[], list[Tensors]], batched: bool, small: int, start: Start
 ) -> None:
     for seed in SEEDS:
@@ -78,7 +78,7 @@ class NoFence(FakeDevice):
 
 
 class SavesAnyTime(FakeDevice):
-    """The driver may read what is saved before its turn."""
+    """A driver that may read the bytes of a save before its turn."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         super().copy(stream, batch._replace(steady=True))
@@ -120,7 +120,7 @@ def test_a_copy_out_of_order_is_found(fault: type[FakeDevice], batched: bool, st
     assert any(run(start, lbhnc, fault(batched=batched), seed).wrong for seed in SEEDS)
 
 
-def test_saves_that_are_read_before_their_turn_are_found(start: Start) -> None:
+def test_saves_that_are_read_too_early_are_found(start: Start) -> None:
     assert any(run(start, lbhnc, SavesAnyTime(), seed).wrong for seed in SEEDS)
 
 
@@ -129,10 +129,10 @@ def test_a_staging_buffer_for_both_directions_is_found(start: Start) -> None:
     assert any(run(start, lbhnc, device(), seed, copies=OneBuffer).wrong for seed in SEEDS)
 
 
-# ---- what the host does
+# ---- the host
 
 
-def test_a_job_is_one_call_whatever_its_size(start: Start) -> None:
+def test_a_job_of_any_size_is_one_call(start: Start) -> None:
     engine = start(lbhnc)
     engine.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
     engine.save(0, range(8), [*map(Slot, range(8))])
@@ -162,7 +162,7 @@ def test_neighbours_on_both_sides_are_one_run(start: Start) -> None:
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
-def test_nothing_but_a_wait_keeps_the_host(batched: bool, start: Start) -> None:
+def test_only_a_wait_blocks_the_host(batched: bool, start: Start) -> None:
     engine = start(lbhnc, FakeDevice(batched=batched))
     engine.forward(0.5, [], [(0, block) for block in range(BLOCKS)])
     engine.save(0, range(4), [*map(Slot, range(4))])
@@ -197,14 +197,14 @@ def test_a_fence_is_for_each_of_several_jobs(start: Start, saved: int, swapped: 
     assert over == jobs
 
 
-def test_a_load_waits_for_no_forward_pass_but_those_before_it(start: Start) -> None:
+def test_a_load_waits_only_for_earlier_forward_passes(start: Start) -> None:
     engine = start(lbhnc, FakeDevice(batched=False))
     engine.forward(0.1, [], [(0, 0)])
     engine.save(0, [0], [Slot(0)])
     engine.settle()
     begun_s = engine.device.time_s
     load = engine.load(0, [Slot(0)], [1], sync=False)
-    engine.forward(0.5, [], [(0, 2)])  # a long one, and a save behind it
+    engine.forward(0.5, [], [(0, 2)])  # a long one, and a save after it
     engine.save(0, [2], [Slot(1)])
     engine.copier.wait([load])
     assert engine.device.time_s - begun_s < 0.02
@@ -212,14 +212,14 @@ def test_a_load_waits_for_no_forward_pass_but_those_before_it(start: Start) -> N
 
 
 class PageableIds(FakeDevice):
-    """Ids lie in ordinary memory."""
+    """A faulty copier: its ids are in ordinary memory."""
 
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64)
 
 
 class OneByOne(FakeDevice):
-    """Each block is a call of its own."""
+    """A faulty copier: each block is a call of its own."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         for at in range(len(batch.sizes)):
@@ -272,7 +272,7 @@ def test_a_run_of_bytes_ends_where_a_registered_piece_does(start: Start) -> None
     assert engine.device.calls.count("copy") == 2
 
 
-def test_a_slot_is_handed_out_when_its_piece_is_registered(arena: Arena) -> None:
+def test_a_slot_is_handed_out_only_once_its_piece_is_registered(arena: Arena) -> None:
     device = FakeDevice()
     registration = pieces(arena, device, 4)
     assert (arena.admitted, arena.free, arena.lease(1)) == (0, 0, None)
@@ -287,7 +287,7 @@ def test_a_slot_is_handed_out_when_its_piece_is_registered(arena: Arena) -> None
     assert arena.free == 9
 
 
-def test_slots_that_are_leased_meanwhile_stay_leased(arena: Arena) -> None:
+def test_slots_leased_during_the_registration_stay_leased(arena: Arena) -> None:
     [first, *_] = held = arena.lease(3) or []
     device = FakeDevice()
     registration = pieces(arena, device, 4)
@@ -302,7 +302,7 @@ def test_slots_that_are_leased_meanwhile_stay_leased(arena: Arena) -> None:
     registration.close()
 
 
-def test_what_cannot_be_registered_is_said_once_and_works(
+def test_memory_that_cannot_be_registered_works_and_is_reported_once(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start(lbhnc, FakeDevice(register_max=0))
@@ -317,7 +317,7 @@ def test_what_cannot_be_registered_is_said_once_and_works(
     assert len(engine.stored) == 1
 
 
-def test_a_piece_is_no_larger_than_it_may_be_and_holds_whole_slots(arena: Arena) -> None:
+def test_a_piece_holds_whole_slots_up_to_the_maximum_size(arena: Arena) -> None:
     device = FakeDevice(register_max=4 * 4096)
     registration = Registration(device, arena, piece_bytes=4 * 4096 + 5)
     device.work_in_background()
@@ -330,7 +330,7 @@ def test_a_piece_is_no_larger_than_it_may_be_and_holds_whole_slots(arena: Arena)
     whole.close()
 
 
-def test_progress_is_told_in_a_few_lines(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_in_a_few_lines(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
     with caplog.at_level("INFO", logger="kvladder"):
         registration = pieces(arena, device, 1)
@@ -345,7 +345,7 @@ def test_progress_is_told_in_a_few_lines(arena: Arena, caplog: pytest.LogCapture
 def test_registering_names_its_device(arena: Arena) -> None:
     class Unbound(FakeDevice):
         def bind(self) -> None:
-            """Whoever asks stays where a new thread is."""
+            """Stay in the thread that binds."""
 
     for device, found in ((FakeDevice(), {1}), (Unbound(), {0})):
         registration = pieces(arena, device, 4)
@@ -368,7 +368,7 @@ def test_a_refusal_that_leaves_an_error_behind_is_found(start: Start) -> None:
     quiet.settle()
 
 
-def test_closing_ends_the_registration_where_it_is(arena: Arena) -> None:
+def test_closing_stops_a_registration_in_progress(arena: Arena) -> None:
     device = FakeDevice()
     registration = pieces(arena, device, 2)
     device.advance(0.0)
@@ -378,7 +378,7 @@ def test_closing_ends_the_registration_where_it_is(arena: Arena) -> None:
     assert arena.free == 9
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def test_a_job_that_the_device_refuses_fails_and_the_next_one_works(start: Start) -> None:
@@ -408,7 +408,7 @@ def test_a_device_that_fails_ends_all_jobs_and_no_call_raises(start: Start) -> N
     assert "illegal memory access" in ended[0].error
 
 
-def test_a_job_that_is_begun_in_part_keeps_its_blocks_until_that_is_over(start: Start) -> None:
+def test_a_partly_begun_job_keeps_its_blocks_until_it_ends(start: Start) -> None:
     class Second(FakeDevice):
         def gather(self, *arguments: Any, **options: Any) -> None:
             if self.calls.count("gather"):
@@ -426,7 +426,7 @@ def test_a_job_that_is_begun_in_part_keeps_its_blocks_until_that_is_over(start: 
 
 
 @pytest.mark.parametrize(("blocks", "works"), [(4.5, True), (1.5, True), (0.5, False)])
-def test_staging_is_as_large_as_there_is_room_for_it(
+def test_the_staging_buffer_is_as_large_as_free_memory_allows(
     blocks: float, works: bool, start: Start
 ) -> None:
     device = FakeDevice(batched=False, room=10**9)
@@ -441,7 +441,7 @@ def test_staging_is_as_large_as_there_is_room_for_it(
     assert engine.wrong == []
 
 
-def test_what_was_begun_ends_before_the_engine_sleeps(start: Start) -> None:
+def test_copies_in_flight_end_before_the_engine_sleeps(start: Start) -> None:
     for drains in (True, False):
         engine = start(lbhnc)
         engine.forward(0.5, [], [(0, 0)])

@@ -1,8 +1,8 @@
-"""A pytest plugin: ``--cover`` runs a part of each product of cases that shows each value.
+"""A pytest plugin: ``--cover`` runs only some cases of each product, but each value once.
 
-``@pytest.mark.product("a", "b")`` on a test says that its cases by these parameters are a product.
-On a class it says so of all its tests together: then the test is one more factor. Of each product
-``--cover`` keeps cases until each value of each factor has occurred; without it all cases run.
+``@pytest.mark.product("a", "b")`` declares the cases of a test by these parameters as a product. On
+a class it covers all tests of the class, and the test is one more factor. ``--cover`` keeps cases
+of each product until each value of each factor has occurred; without it all cases run.
 """
 
 from __future__ import annotations

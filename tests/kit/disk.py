@@ -20,18 +20,18 @@ T = TypeVar("T")
 SECTOR_BYTES = 512
 
 Mode = Literal["keep", "drop", "tear", "reorder", "zero", "misdirect"]
-"""What becomes of what was not synced when the power goes.
+"""The state of unsynced writes after a power loss.
 
-keep: all of it is on the disk, as after the mere death of the process. drop: none of it is.
-tear: some sectors of each write are. reorder: some writes are, whatever their order.
-zero: names are as they were, but files that were not synced are as at their last sync: new ones
-are empty. misdirect: all is there, but one write of each file went to another place in it.
+keep: all of them are on the disk, as after the mere death of the process. drop: none of them.
+tear: some sectors of each write. reorder: some writes, in any order. zero: names are kept, but
+unsynced files have the content of their last sync, and new ones are empty. misdirect: all writes
+are on the disk, but one write of each file went to another place in it.
 """
 MODES: tuple[Mode, ...] = ("keep", "drop", "tear", "reorder", "zero", "misdirect")
 
 
 class PowerCut(BaseException):
-    """The disk stopped working in the middle of a call; nothing in the process can handle it."""
+    """A power loss during a call: no code of the process can handle it."""
 
 
 class _Write(NamedTuple):
@@ -52,7 +52,7 @@ class _File:
 
 
 class _Change(NamedTuple):
-    """A change of names that was not synced; without a file, the name goes."""
+    """An unsynced change of names; without a file, the name is deleted."""
 
     path: str
     node: _File | None
@@ -94,7 +94,7 @@ class FakeDisk(Disk):
         self.calls = 0
         """Calls made so far, ``close`` apart."""
         self.crash_at: int | None = None
-        """The call, counted from 1, in the middle of which the power goes."""
+        """The call, counted from 1, that the power loss interrupts."""
         self.fail_at: int | None = None
         """The call, counted from 1, that fails with ``fail_errno``."""
         self.fail_errno = errno.EIO
@@ -111,14 +111,14 @@ class FakeDisk(Disk):
         self._clock_ns = 0
         self._on = True
         self.owners: dict[Path, int] = {}
-        """Whose things are that are not this user's."""
+        """Owners of files that belong to other users."""
         self.modes: dict[Path, int] = {}
-        """Permissions of what has others than this user's alone."""
+        """Permissions of files that others than this user may use."""
 
     # ---- faults
 
     def cuts(self, number: int, work: Callable[[], object]) -> bool:
-        """Do ``work`` while the power goes at the ``number``-th call; whether it got that far."""
+        """Run ``work`` with a power loss at call ``number``; return whether it got that far."""
         self.crash_at = self.calls + number
         try:
             work()
@@ -127,7 +127,7 @@ class FakeDisk(Disk):
         return False
 
     def crash(self, mode: Mode) -> None:
-        """Cut the power and turn it on again: see ``Mode`` for what is left."""
+        """Cut the power and turn it on again; ``Mode`` describes the remaining state."""
         files = {id(f): f for f in (*self._names.values(), *self._durable_names.values())}
         for file in files.values():
             if file is not _DIRECTORY:
@@ -150,7 +150,7 @@ class FakeDisk(Disk):
         self._on = True
 
     def _drop_orphans(self) -> None:
-        """Forget names whose directory is gone; a directory sorts before what is in it."""
+        """Forget names in deleted directories; a directory sorts before its entries."""
         for path in sorted(self._durable_names):
             if path not in self._roots and str(Path(path).parent) not in self._durable_names:
                 del self._durable_names[path]
@@ -183,7 +183,7 @@ class FakeDisk(Disk):
         self._names[str(path)].content[offset] ^= mask
 
     def content(self, path: Path) -> bytes:
-        """What a file holds as the process sees it."""
+        """Return the content of a file as the process sees it."""
         return bytes(self._names[str(path)].content)
 
     def put(self, path: Path, content: bytes) -> None:
@@ -206,16 +206,16 @@ class FakeDisk(Disk):
 
     @property
     def has_power(self) -> bool:
-        """Whether calls do anything; not from ``crash_at`` until ``crash``."""
+        """Return whether calls have an effect; they have none from ``crash_at`` until ``crash``."""
         return self._on
 
     @property
     def open_fds(self) -> int:
-        """How many descriptors are open."""
+        """The number of open descriptors."""
         return len(self._fds)
 
     def _call(self, name: str, path: str) -> bool:
-        """Count a call and fail it if it is its turn; whether the power goes in the middle."""
+        """Count a call, fail it in its turn; return whether the power is lost during it."""
         if not self._on:
             raise PowerCut
         self.calls += 1
@@ -388,7 +388,7 @@ class FakeDisk(Disk):
 
 def _apply(names: dict[str, _File], change: _Change) -> None:
     if change.gone and names.pop(change.gone, None) is None:
-        return  # a rename of what was never there
+        return  # a rename of a file that never existed
     if change.node is None:
         names.pop(change.path, None)
     else:
@@ -415,13 +415,13 @@ class InlinePool(BlockingPool):
         self.closed = False
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
-        await asyncio.sleep(0)  # others may run, or cancel, before and after
+        await asyncio.sleep(0)  # other tasks may run, or cancel, before and after
         try:
             results = [call() for call in calls]
         except PowerCut:
             task = asyncio.current_task()
             assert task is not None
-            task.add_done_callback(_ended)  # nobody may be left to ask a task in the background
+            task.add_done_callback(_ended)  # no caller may be left to ask a task in the background
             raise
         await asyncio.sleep(0)
         return results

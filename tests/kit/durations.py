@@ -9,7 +9,7 @@ import pytest
 
 
 class Durations:
-    """Adds up what setup, call and teardown of each test take; other processes' tests too."""
+    """Adds up setup, call and teardown of each test, in other processes too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

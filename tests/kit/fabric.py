@@ -1,7 +1,7 @@
 """A network of far ends without NIXL and ZeroMQ: bytes and messages arrive late, or never.
 
-What a data plane may do is what NIXL was seen to do: what was posted lands whenever it likes, until
-one of the two agents is destroyed.
+The data plane behaves as NIXL was observed to do: a posted transfer may land at any time, until one
+of the two agents is destroyed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mangle = Callable[[bytes], Sequence[bytes]]
 
 
 def nap() -> None:
-    """Nobody waits in simulated time without letting the loop go on."""
+    """Let the loop run in place of a sleep in simulated time."""
 
 
 class FakePlane:
@@ -78,7 +78,7 @@ class FakePlane:
 
 @dataclass
 class FakeWrite:
-    """A write that is under way."""
+    """A write in flight."""
 
     near: FakePlane
     far: FakePlane
@@ -95,7 +95,7 @@ class FakeWrite:
 
 
 class FakeOffers:
-    """A cache that keeps what is put into it; claims of sessions are on its arena."""
+    """A cache that keeps the blocks put into it; claims of sessions are on its arena."""
 
     def __init__(self, slots: int = 128, slot_bytes: int = 64 << 10) -> None:
         self.arena = Arena.create(slots, slot_bytes)
@@ -181,7 +181,7 @@ class FakeOffers:
         self.forget({self._name(session, key) for key in keys})
 
     def forget(self, names: set[bytes]) -> int:
-        """Forget blocks, those of them that are there."""
+        """Forget those of the blocks that are stored."""
         gone = [self.blocks.pop(name)[0] for name in names if name in self.blocks]
         self.arena.release(gone)
         return len(gone)
@@ -202,7 +202,7 @@ class FakeOffers:
         self.spaces.pop(session, None)
 
     def check(self) -> None:
-        """Nothing is held but what is stored."""
+        """Assert that only stored blocks hold slots."""
         assert not self.pins
         assert not self.grants
         assert self.arena.free == self.arena.slots - len(self.blocks)
@@ -220,29 +220,29 @@ class FakeControl:
     is_open: bool = True
 
     def send(self, data: bytes) -> None:
-        """Frames come to the far end one after the other, each as it is mangled."""
+        """Send frames to the far end one after the other, each after the test's change."""
         if self.is_open and not self.fabric.is_cut:
             for piece in self.fabric.to_far(data):
                 self.fabric.later(self.fabric.exporter.take, self.ident, piece)
 
     def close(self) -> None:
-        """It sends and takes nothing any more."""
+        """Stop sending and receiving."""
         self.is_open = False
         self.fabric.controls.pop(self.ident, None)
 
 
 @dataclass
 class Fabric:
-    """A far end, and what is between it and its clients."""
+    """A far end, and the network between it and its clients."""
 
     offers: FakeOffers = field(default_factory=FakeOffers)
     delay_s: float = 0.001
     hangs: bool = False
-    """Whether writes stay under way."""
+    """Whether writes stay in flight."""
     is_broken: bool = False
     """Whether the data plane has failed."""
     is_cut: bool = False
-    """Whether messages go lost."""
+    """Whether messages are lost."""
     to_far: Mangle = lambda data: [data]
     to_near: Mangle = lambda data: [data]
     planes: list[FakePlane] = field(default_factory=list[FakePlane])
@@ -259,7 +259,7 @@ class Fabric:
         return FakePlane(self, self.offers.arena)
 
     def later(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it after a while, what came first first."""
+        """Deliver a call after a delay, in the order of arrival."""
         self._due.append(partial(function, *arguments))
         asyncio.get_running_loop().call_later(self.delay_s, lambda: self._due.popleft()())
 
@@ -282,7 +282,7 @@ class Fabric:
             control.take(data)
 
     def client(self, arena: Arena, *, block_bytes: int, timeout_s: float | None = None) -> Client:
-        """What a client's connections have in common."""
+        """Return the shared settings of a client's connections."""
 
         async def plane() -> FakePlane:
             await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Caches that are used while the far ends of their level fail, take over and come back."""
+"""Caches in use while the far ends of their level fail, fail over and come back."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.tiers.redistests import watched
 
 SLOTS = 128
 DEADLINE_S = 1.0
-"""Of each fetch."""
+"""The deadline of each fetch."""
 SHORT_S, STOP_S = 0.15, 1.0
-"""For how long far ends are stopped: unnoticed by those who watch over them, and noticed."""
+"""Times for which far ends are stopped: too short for their watchers to notice, and longer."""
 BREAKER = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
 CALL = "both"
 """Cases have blocks loaded and saved at once."""
@@ -47,7 +47,7 @@ class Users(Traffic):
     """Threads that save prefix after prefix, and load each some turns later from the level."""
 
     LAGS = (2, 5, 11)
-    """So many turns after it was saved a prefix is loaded."""
+    """The number of turns between the save of a prefix and its loads."""
 
     def __init__(
         self, cache: CacheManager, level: str, blocks: int, space: int, *, pause_s: float
@@ -57,7 +57,7 @@ class Users(Traffic):
         self._pause_s = pause_s
         self._saved_s: dict[int, float] = {}
         self._came: list[tuple[float, float]] = []
-        """When prefixes were saved that came whole from the level, and when they came."""
+        """The times at which prefixes loaded whole from the level were saved and loaded."""
 
     def prefix(self, number: int) -> list[BlockKey]:
         """Return the keys of the prefix that one turn saves."""
@@ -77,7 +77,7 @@ class Users(Traffic):
                 self._came.append((self._saved_s[older], time.monotonic()))
 
     def served_s(self, since_s: float) -> float:
-        """Wait until the level has served what was saved since then; return when that was."""
+        """Wait until the level has served blocks saved since then; return the time of that."""
 
         def found() -> list[float]:
             self.check()
@@ -92,19 +92,19 @@ class Users(Traffic):
 
 
 class CacheLane(Lane):
-    """A cache over host and a level whose far ends fail while threads use it."""
+    """A cache over host and a level with failing far ends, used by threads."""
 
     name = ""
     level = ""
     """The type of the level, which is its name."""
     faults: Sequence[tuple[str, str]] = ()
-    """Whom something happens to, and what."""
+    """The target of each fault, and the fault."""
     block_bytes, blocks = 64 << 10, 12
-    """Of each block, and in each prefix."""
+    """The size of a block, and the number of blocks in a prefix."""
     timeout_s = 0.4
-    """Of each call of the level."""
+    """The timeout of each call of the level."""
     pause_s = 0.03
-    """Of each user between two turns: the far ends are to keep up, on a busy machine, too."""
+    """The pause of each user between two turns, so that far ends keep up on a busy machine."""
 
     def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
         super().__init__(folder, figures, turn)
@@ -148,7 +148,7 @@ class CacheLane(Lane):
         await asyncio.to_thread(self._open)
 
     def _open(self) -> None:
-        with self._cache() as cache:  # what libraries have from now on, they keep
+        with self._cache() as cache:  # the memory that libraries allocate from now on stays
             self._use(cache)
         self._hold(BEFORE, None)
         self.cache = self._cache()
@@ -158,7 +158,7 @@ class CacheLane(Lane):
         return Users(cache, self.level, self.blocks, number, pause_s=self.pause_s)
 
     def _use(self, cache: CacheManager) -> None:
-        """Have users come, and leave when they are served."""
+        """Let users begin, and end once they are served."""
         with self._users(cache) as users:
             users.served_s(0.0)
 
@@ -223,7 +223,7 @@ def _unowned(cache: CacheManager) -> int:
 
 
 def stop(server: Any, for_s: float) -> None:
-    """Stop a server for so long."""
+    """Stop a server for this time."""
     server.pause()
     time.sleep(for_s)
     server.resume()
@@ -244,13 +244,13 @@ def is_master(server: RedisServer) -> bool:
 
 
 def is_linked(server: RedisServer) -> bool:
-    """Return whether a replica has what its master has."""
+    """Return whether a replica has its master's data."""
     said = ask(server, "INFO", "replication")
     return said is not None and said.get("master_link_status") == "up"
 
 
 class SentinelLane(CacheLane):
-    """A Redis server and its replica, of which Sentinels make the other one the primary."""
+    """A Redis server and its replica; Sentinels promote the replica."""
 
     name, level = "redis-sentinel", "redis"
     faults = (
@@ -281,13 +281,13 @@ class SentinelLane(CacheLane):
 
         def has_changed() -> bool:
             if case.fault == "SENTINEL FAILOVER" and not is_master(replica):
-                with suppress(redis.ResponseError):  # one goes on, or they find it too early
+                with suppress(redis.ResponseError):  # one continues, or they find it too early
                     self.sentinels[0].run("SENTINEL", "FAILOVER", "kv")
             return is_master(replica)
 
         until(has_changed, every_s=0.02)
         over_s = time.monotonic()
-        primary.resume()  # and holds itself for a primary, until it hears of the other one
+        primary.resume()  # and treats itself as the primary until it learns of the other one
         return over_s
 
     def repair(self) -> None:
@@ -298,7 +298,7 @@ class SentinelLane(CacheLane):
         until(self._is_in_order, every_s=0.05)
 
     def _is_in_order(self) -> bool:
-        """Return whether all agree; the other server is told whose replica it is."""
+        """Return whether all agree; tell the other server its primary."""
         ports = {
             int(ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")[1])
             for sentinel in self.sentinels
@@ -353,7 +353,7 @@ class ClusterLane(CacheLane):
 
     @staticmethod
     def view(node: RedisServer) -> list[list[str]]:
-        """Return what a node says of each: name, address, flags, its primary's name, and more."""
+        """Return a node's view of each node: name, address, flags, its primary's name, and more."""
         said = ask(node, "CLUSTER", "NODES") or b""
         return [row.split() for row in said.decode().splitlines()]
 
@@ -398,7 +398,7 @@ class ClusterLane(CacheLane):
         return random.choice(pairs)
 
     def _has_moved(self) -> bool:
-        """Move slots; return False if a primary was replaced meanwhile, which refuses its part."""
+        """Move slots; return False if a primary was replaced since and refuses its part."""
         primaries = self.primaries()
         random.shuffle(primaries)
         try:
@@ -452,7 +452,7 @@ class ClusterLane(CacheLane):
 
 
 class ObjectLane(CacheLane):
-    """A server of S3 behind a proxy that does to requests what networks and servers do."""
+    """An S3 server behind a proxy that applies the faults of networks and servers to requests."""
 
     name, level = "object", "object"
     faults = tuple(("requests", fault) for fault in FAULTS)

@@ -1,6 +1,6 @@
-"""A far end for tests, in a process of its own: a cache, what it offers, and its exporter.
+"""A far end for tests, in a process of its own: a cache, its offers, and its exporter.
 
-All of it is in one process, so that one signal stops all of it, and a test can look behind it.
+All parts are in one process, so that one signal stops all of them, and a test can inspect them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.kit.puppet import Puppet, heard, line
 
 
 class Far:
-    """A process that serves a cache at ``address`` to those who have ``keys``; a context manager.
+    """A process that serves a cache at ``address`` to holders of ``keys``; a context manager.
 
-    It does what ``Inside`` has a method for, by that name.
+    It executes the methods of ``Inside`` by name.
     """
 
     def __init__(self, folder: Path, *, slots: int = 512, block_bytes: int = 64 << 10) -> None:
@@ -51,7 +51,7 @@ class Far:
 
     @property
     def process(self) -> subprocess.Popen[str]:
-        """Of the far end."""
+        """The process of the far end."""
         return self._puppet.process
 
     def __call__(self, call: str, *arguments: Any) -> Any:
@@ -67,14 +67,14 @@ class Far:
 
 
 class Inside:
-    """What a test may have the process do, behind the backs of its clients."""
+    """The calls that a test can make in the process, unseen by its clients."""
 
     def __init__(self, manager: kvladder.CacheManager, offers: ServerOffers, to: Exporter) -> None:
         self._manager, self._offers, self._exporter = manager, offers, to
 
     @staticmethod
     def _name(namespace: bytes, key: bytes) -> BlockKey:
-        """What the block is called here."""
+        """Return the name of the block in this process."""
         return BlockKey(hashlib.sha256(namespace + key).digest())
 
     async def stored(self, namespace: bytes, key: bytes) -> bytes | None:
@@ -90,7 +90,7 @@ class Inside:
             fetch.release()
 
     async def store(self, namespace: bytes, key: bytes, label: bytes, data: bytes) -> None:
-        """Have this lie there for a block."""
+        """Store these bytes in place of a block."""
         name = self._name(namespace, key)
         self._manager.remove([name])
         saving = self._manager.save([name])
@@ -110,7 +110,7 @@ class Inside:
         fetch.release()
 
     async def counts(self) -> dict[str, int]:
-        """What the exporter and the cache count."""
+        """Return the counters of the exporter and the cache."""
         return {**self._exporter.gauges(), **self._offers.counts()}
 
 
@@ -136,7 +136,7 @@ async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> Non
 
 
 def main() -> None:
-    """Serve until nobody holds the other end of stdin."""
+    """Serve until the other end of stdin is closed."""
     _, keys, address, slots, block_bytes = sys.argv
     layout = server_layout(int(block_bytes))
     tiers = [{"type": "host", "min_priority": 0}]

@@ -1,11 +1,12 @@
-"""A device that is simulated: streams, events, virtual time, and a memory that tears.
+"""A simulated device: streams, events, virtual time, and a memory that tears.
 
-What is told to a stream happens in virtual time. A copy reads and writes one half of each run when
-it begins and the other when it ends, and what it has not written yet is garbage: whoever reads or
-writes the same bytes meanwhile finds a block that is nobody's. The rules that bite are CUDA's: who
-copies from or to memory that is not registered waits for the stream, a run must not lie in two
-registrations, a kernel raises the error that an earlier call left, a thread that names no device
-works on the first, and memory that was unmapped must not be touched.
+A stream's work happens in virtual time. A copy reads and writes one half of each run when it
+begins and the other half when it ends. The bytes not yet written are garbage, so a concurrent read
+or write of the same bytes finds an invalid block.
+
+The rules are CUDA's. A copy from or to unregistered memory waits for the stream. A run must not lie
+in two registrations. A kernel raises the error left by an earlier call. A thread without a current
+device works on the first. Unmapped memory must not be touched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CALL_S = 1e-4
 
 @dataclass(eq=False)
 class Operation:
-    """What a stream does for a while."""
+    """A stream's work for a while."""
 
     seconds: float
     begin: Callable[[], None]
@@ -48,7 +49,7 @@ class Moment:
 
 @dataclass(eq=False)
 class Line:
-    """A stream: what it has yet to do."""
+    """A stream: its pending work."""
 
     name: str
     todo: deque[Operation | Moment | tuple[Moment]] = field(default_factory=deque)
@@ -56,11 +57,11 @@ class Line:
 
 
 class FakeDevice(Device):
-    """The second of two devices, whose engine's thread is the test's.
+    """The second of two devices; the test's thread is the engine's.
 
-    ``batched`` and ``room`` (bytes of staging memory) are the machine's, ``register_max`` is what
-    its driver registers at a time, ``small`` what its kernel is for. ``calls`` counts what was
-    told to it, ``host_waits`` has each time for which the host waited, and why.
+    The machine has ``batched`` copies and ``room`` bytes of staging memory. Its driver registers
+    ``register_max`` bytes at a time, and its kernel moves runs up to ``small``. ``calls`` counts
+    the calls, and ``host_waits`` lists the host's waits with their reasons.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class FakeDevice(Device):
         self.host_waits: list[tuple[str, float]] = []
         self.contexts: set[int] = set()
         self.failing = ""
-        """Why whatever it is asked for fails from now on."""
+        """The error of all calls from now on."""
         self.pending = ""
         """The error that the last refused call left, for the next kernel to raise."""
         self._owned: dict[int, tuple[int, Any]] = {}
@@ -101,7 +102,7 @@ class FakeDevice(Device):
         return tensor
 
     def unmap(self, tensor: torch.Tensor) -> None:
-        """The engine sleeps: whoever touches this memory is killed."""
+        """Unmap memory, as a sleeping engine does: any later access is an error."""
         storage = tensor.untyped_storage()
         self._unmapped.append((storage.data_ptr(), storage.nbytes()))
 
@@ -132,14 +133,14 @@ class FakeDevice(Device):
         self._run(self.time_s + seconds)
 
     def settle(self) -> None:
-        """Let all streams do what they were told."""
+        """Let all streams finish their work."""
         end_s = self.time_s + STUCK_S
         while any(line.todo for line in self.lines):
             assert self.time_s < end_s, "streams that wait for each other"
             self._run(self.time_s + 1.0)
 
     def work_in_background(self) -> None:
-        """Let the threads in the background do all that they have to."""
+        """Let the background threads finish their work."""
         while self._background:
             self.step_background()
 
@@ -174,7 +175,7 @@ class FakeDevice(Device):
             self.time_s = max(self.time_s, min(ends))
 
     def _go_on(self, line: Line) -> bool:
-        """Do what a stream can do at this instant; whether it did anything."""
+        """Do the work of a stream that is possible now; return whether there was any."""
         if not line.todo:
             return False
         head = line.todo[0]
@@ -194,7 +195,7 @@ class FakeDevice(Device):
         line.todo.popleft()
         return True
 
-    # ---- what a copier tells it
+    # ---- calls of a copier
 
     def new_stream(self) -> Stream:
         self.lines.append(Line(f"stream {len(self.lines)}"))
@@ -310,7 +311,7 @@ class FakeDevice(Device):
             yield from zip(ends.tolist(), batch.sizes.tolist(), strict=True)
 
     def _host(self, address: int, size: int) -> bool:
-        """Whether memory is the device's or registered; a run in two registrations is refused."""
+        """Return whether memory is the device's or registered; refuse runs in two registrations."""
         owned = ((at, length) for at, (length, _) in self._owned.items())
         if _within(address, size, owned):
             return True
@@ -335,9 +336,9 @@ class FakeDevice(Device):
         early: bool,
         told: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Have a stream copy runs; ``early`` ones are read, in part, before their turn.
+        """Let a stream copy runs; it reads ``early`` ones, in part, before their turn.
 
-        ``told`` is whether what tells of them is still in memory.
+        ``told`` says whether the description of the runs is still in memory.
         """
         firsts: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""A proxy before an HTTP server that delays, cuts, truncates and refuses what goes through it."""
+"""A proxy for an HTTP server that delays, cuts, truncates and refuses requests."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Message(NamedTuple):
     """Whether the end of the connection ends the body."""
 
     def half(self) -> Message:
-        """Return the same with half of its body, and with a head that says that this is all."""
+        """Return the same message with half of its body and a matching length in its head."""
         body = self.body[: len(self.body) // 2]
         head = _LENGTH.sub(rb"\g<1>%d" % len(body), self.head, count=1)
         return self._replace(head=head, body=body)
 
 
 class FaultyProxy(SlowNetwork):
-    """Stands between clients and an HTTP server on loopback; an async context manager."""
+    """A proxy between clients and an HTTP server on loopback; an async context manager."""
 
     def __init__(self, port: int, *, delay_s: float) -> None:
         super().__init__(port)
         self.fault = ""
-        """What happens to each request from now on, one of ``FAULTS``, or nothing.
+        """The fault of each request from now on, one of ``FAULTS``, or none.
 
-        ``delay``: the response comes late. ``cut``: the connection breaks within the first body,
-        the request's or the response's. ``truncate``: half of that body is passed on as the whole.
-        ``500``: the proxy answers so, and the server hears nothing.
+        ``delay``: the response is late. ``cut``: the connection breaks within the first body, the
+        request's or the response's. ``truncate``: half of that body is passed on as the whole.
+        ``500``: the proxy gives this answer, and the server gets no request.
         """
         self.met = Counter[str]()
-        """How many requests had each fault."""
+        """The number of requests with each fault."""
         self._delay_s = delay_s
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +96,7 @@ class FaultyProxy(SlowNetwork):
 
 
 async def _message(reader: asyncio.StreamReader, *, to_head: bool = False) -> Message:
-    """Read a message; ``to_head`` says that it answers a request for the head alone."""
+    """Read a message; ``to_head`` marks the answer to a request for the head alone."""
     head = await reader.readuntil(b"\r\n\r\n")
     if to_head or _NO_BODY.match(head):
         return Message(head, b"")

@@ -1,9 +1,9 @@
-"""Delays anywhere, as on a machine that has much else to do: ``pytest -p tests.kit.jitter``.
+"""Random delays, as on a busy machine: ``pytest -p tests.kit.jitter``.
 
-What a test takes for granted, and only a quiet machine gives, fails with it sooner: each turn of an
-event loop in real time and each piece of work of a thread pool or thread of its own begins late now
-and then, mostly by milliseconds, some by half a second. Of the processes that tests have started,
-servers too, one at a time stands still for about as long. The delays differ from run to run.
+Assumptions that hold only on a quiet machine fail sooner with it. Each turn of an event loop in
+real time, and each piece of work of a thread pool or thread, sometimes begins late, mostly by
+milliseconds, some by half a second. One process started by tests at a time, servers included, is
+stopped for about as long. The delays differ from run to run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvladder.testing.sim import SimLoop
 from tests import stuck
 
 CHANCE = random.Random()
-"""Its own: Hypothesis seeds the one of the module ``random``, and sees who else draws from it."""
+"""A separate generator: Hypothesis seeds that of the module ``random``, and checks its users."""
 SHARE = 0.3
-"""Of all beginnings, these are late."""
+"""The share of all beginnings that are late."""
 SHORT_S, LONG_S = 0.02, 0.5
 LONG_SHARE = 0.002
-"""Of those that are late, these by ``LONG_S``."""
+"""The share of late ones that are late by ``LONG_S``."""
 STILL_S, STILL_LONG_S = 0.2, 1.5
 STILL_LONG_SHARE = 0.1
 PAUSE_S = 0.2
@@ -56,7 +56,7 @@ def late(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stills(threading.Thread):
-    """Stops what this process has started and lets it go on, but what a test itself has stopped."""
+    """Stops processes started by this process for a while, except those that a test has stopped."""
 
     def __init__(self) -> None:
         super().__init__(name="stills", daemon=True)
@@ -66,7 +66,7 @@ class Stills(threading.Thread):
         self._over = threading.Event()
 
     def kill(self, pid: int, sent: int) -> None:
-        """For tests, in place of ``os.kill``."""
+        """Replace ``os.kill`` for tests."""
         with self._lock:
             self._kill(pid, sent)
             if sent == signal.SIGSTOP:
@@ -92,7 +92,7 @@ class Stills(threading.Thread):
                 self._kill(pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Let everything go on."""
+        """Resume all stopped processes."""
         self._over.set()
         self.join()
 

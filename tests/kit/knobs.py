@@ -1,4 +1,4 @@
-"""How the cache of a simulated run is built: small, and with every limit within reach."""
+"""The settings of a simulated run's cache: small, with every limit within reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvladder.tiers.ladder.client import LevelSettings
 from tests.kit.mirror import MirrorCodec
 
 Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]
-"""What is special about the levels, about the requests, or about what tiers do."""
+"""The special feature of the levels, the requests or the tiers."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
 
@@ -34,9 +34,9 @@ class LevelKnobs:
     shared: bool = False
     """Whether others put into its tier and remove from it."""
     shares: Shares = NO_SHARES
-    """How much of it salts may have."""
+    """The shares of the level that salts may use."""
     coded: bool = False
-    """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
+    """Whether codecs change its blocks, and the level checks them instead of the tier."""
 
     @property
     def edged(self) -> LevelSettings:
@@ -75,7 +75,7 @@ class LevelKnobs:
 
 
 def _shares(blocks: int) -> Shares:
-    """Half of so many blocks for each salt, and for raised ones; a quarter for those of one."""
+    """Return shares: half of these blocks for each salt and for raised ones, a quarter for both."""
     return Shares(max(1, blocks // 2), max(1, blocks // 2), max(1, blocks // 4))
 
 
@@ -89,9 +89,9 @@ class Knobs:
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
     shares: Shares = NO_SHARES
-    """How much of host salts may have."""
+    """The shares of host that salts may use."""
     unruly: bool = False
-    """Whether tiers do, too, what no tier may do."""
+    """Whether tiers also break their rules."""
 
     @property
     def guessed(self) -> set[int]:
@@ -99,7 +99,7 @@ class Knobs:
         return {max(PRIORITY_DEFAULT, v.rule.min_priority) for v in self.levels if v.shared}
 
     def of(self, kind: Kind) -> Knobs:
-        """The same with codecs at each level, or with the coldest on a tier that others use too."""
+        """Return the same with codecs at each level, or with the coldest level on a shared tier."""
         levels = list(self.levels)
         if kind == "unruly":  # codecs check answers, too
             levels = [replace(level, coded=number > 0) for number, level in enumerate(levels)]
@@ -114,7 +114,7 @@ class Knobs:
 
     @classmethod
     def draw(cls, random: Random) -> Knobs:
-        """A cache drawn at random, extremes more often than they would come up by themselves."""
+        """Draw the settings of a cache at random, extremes more often than by chance."""
         slots = random.choice((1, 2, 3, 5, 8, 16))
         return cls(
             slots=slots,

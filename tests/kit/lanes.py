@@ -1,4 +1,4 @@
-"""What trials have in common: cases, figures, and lanes in which one follows the other."""
+"""The common parts of trials: cases, figures, and lanes that run one trial after the other."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from typing import NamedTuple
 STRIKE_S = 0.03
 """Within this time from the beginning of a call it happens."""
 BEFORE, FIRST, LAST, CLOSED = "before", "after the first round", "after the last", "after closing"
-"""When it is counted what is held."""
+"""The moments at which held resources are counted."""
 
 
 class Case(NamedTuple):
-    """What happens to which process or server, while what is under way."""
+    """A fault of a process or server during transfers."""
 
     tier: str
     victim: str
     fault: str
-    """The name of a signal, or what else happens."""
+    """The name of a signal, or of another event."""
     call: str
 
 
 def cases(tier: str, victims: Sequence[str]) -> list[Case]:
-    """Return all cases of a tier whose processes are killed and stopped."""
+    """Return all cases of a tier that kill or stop a process."""
     faults = "SIGKILL", "SIGSTOP"
     return [Case(tier, *one) for one in itertools.product(victims, faults, ("get", "put"))]
 
 
 class Held(NamedTuple):
-    """What this process has in use at a moment when nothing is under way."""
+    """The resources of this process at a moment without transfers."""
 
     slots: int
     """Slots of the arena that hold no block of the host level."""
     descriptors: int
     threads: int
-    """Those of libraries included, which may keep and end theirs as they like."""
+    """The number of threads, including those of libraries, which may keep and end theirs freely."""
     python_threads: int
 
     @classmethod
@@ -57,14 +57,14 @@ class Held(NamedTuple):
 
 @dataclass
 class Service:
-    """What the users of a cache noticed of one kind of fault."""
+    """A kind of fault as the users of a cache notice it."""
 
     wrong_bytes: int = 0
     loads: int = 0
     longest_s: float = 0.0
     """Wait for a fetch."""
     again_s: list[float] = field(default_factory=list[float])
-    """Time of each round from the end of the fault until the level served what was saved since."""
+    """Seconds in each round from the end of the fault until the level served later saves."""
 
 
 @dataclass
@@ -74,20 +74,20 @@ class Figures:
     took_s: float = 0.0
     trials: Counter[Case] = field(default_factory=Counter[Case])
     wait_s: float = 0.0
-    """Of a caller, beyond its time-out."""
+    """Seconds of a caller beyond its timeout."""
     held_s: float = 0.0
-    """From a time-out until slots are free."""
+    """Seconds from a timeout until slots are free."""
     stall_s: float = 0.0
-    """Of another thread of the caller's process."""
+    """Seconds of delay of another thread of the caller's process."""
     gone_s: float = 0.0
-    """From the death of a client until the far end has its slots back."""
+    """Seconds from the death of a client until the far end has its slots back."""
     late_bytes: int = 0
     services: dict[Case, Service] = field(default_factory=dict[Case, Service])
     held: dict[str, dict[str, Held]] = field(default_factory=dict[str, dict[str, Held]])
-    """By tier, at moments with names."""
+    """Held resources by tier, at named moments."""
 
     def check(self) -> None:
-        """Assert what holds however busy the machine is."""
+        """Assert the invariants that hold on a busy machine too."""
         assert self.late_bytes == 0
         assert not sum(one.wrong_bytes for one in self.services.values())
         for moments in self.held.values():
@@ -111,11 +111,11 @@ class Lane(ABC):
     Parameters
     ----------
     folder:
-        The lane's own; it is made here.
+        The lane's own folder; it is created here.
     figures:
-        Where the lane adds what its trials show.
+        The figures to which the lane adds its results.
     turn:
-        Held while a trial is measured that no other lane may disturb.
+        A lock held while a trial is measured, which no other lane may disturb.
     """
 
     def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
@@ -125,7 +125,7 @@ class Lane(ABC):
     @classmethod
     @abstractmethod
     def cases(cls) -> list[Case]:
-        """Return what can happen."""
+        """Return the possible cases."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -133,11 +133,11 @@ class Lane(ABC):
 
     @abstractmethod
     async def trial(self, case: Case, delay_s: float) -> None:
-        """Have a fault happen so long after something began."""
+        """Cause a fault this time after an operation began."""
 
     @abstractmethod
     async def recover(self, case: Case) -> None:
-        """Repair what the fault broke, and count the trial when all is as before."""
+        """Repair the damage of the fault, and count the trial once the state is as before."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -155,7 +155,7 @@ async def run(
     seed: int = 11,
     within_s: float = math.inf,
 ) -> Figures:
-    """Do so many trials, each case as often; some lanes recover while another one is struck.
+    """Run this number of trials, all cases equally often, while other lanes recover.
 
     None begins after ``within_s``.
     """

@@ -1,4 +1,4 @@
-"""A Hypothesis state machine over :class:`~tests.kit.world.World`: it shrinks what fails."""
+"""A Hypothesis state machine over :class:`~tests.kit.world.World`: it shrinks failing runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
         wishes: Wishes,
         session: int | None,
     ) -> None:
-        """A request arrives; it goes on whenever time does."""
+        """Begin a request; it continues as time advances."""
         wishes = wishes if self.wishing else NO_WISHES
         self.world.begin(number, length, priority, duration_s, wishes, session)
         self.world.poll()
@@ -73,24 +73,24 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(session=st.integers(0, 2))
     def end_session(self, session: int) -> None:
-        """The user of a session has gone."""
+        """End a session."""
         self.world.end_session(session)
 
     @rule(seconds=SECONDS)
     def advance(self, seconds: float) -> None:
-        """Time goes by, and requests go on."""
+        """Advance time, and with it the requests."""
         self.world.advance(seconds)
         self.world.check()
         self.world.poll()
 
     @rule(number=NUMBERS)
     def cancel(self, number: int) -> None:
-        """A running request goes away."""
+        """Cancel a running request."""
         self.world.cancel(number)
 
     @rule(number=NUMBERS)
     def forget(self, number: int) -> None:
-        """What a request loaded could not be used."""
+        """Report that a request could not use its loaded blocks."""
         self.world.forget(number)
 
     @rule(number=NUMBERS, length=LENGTHS)
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(level=LEVELS, kind=st.integers(0, 12))
     def trouble(self, level: int, kind: int) -> None:
-        """A tier fails, hangs, is full or reads too little, or does what none may do."""
+        """Make a tier fail, hang, be full, read too little, or break its rules."""
         self.world.trouble(level, kind)
 
     @rule(level=LEVELS)
@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        """Everything gets well, comes to rest and is closed; nothing may be left."""
+        """Repair all tiers, let all work end, and close; assert that nothing is left."""
         if hasattr(self, "world"):
             try:
                 if sys.exc_info()[0] is None:

@@ -1,4 +1,4 @@
-"""How much memory a process has, and which of an arena's it may write to."""
+"""The memory of a process, and the slots of an arena that it may write to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvladder.arena import Arena
 
 
 def resident_bytes() -> int:
-    """Memory of this process, without what is free and could be given back."""
+    """Return the memory of this process, without free memory that could be given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -19,7 +19,7 @@ def resident_bytes() -> int:
 
 
 def writable_slots(arena: Arena) -> list[int]:
-    """Slots that this process may write to, as the kernel has it."""
+    """Return the slots that this process may write to, according to the kernel."""
     found = set[int]()
     for text in Path("/proc/self/maps").read_text().splitlines():
         limits, access, *_ = text.split()

@@ -1,4 +1,4 @@
-"""A codec for tests: it changes every block, and what it makes of it is easy to see."""
+"""A codec for tests that changes every block in an obvious way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MirrorCodec(Codec):
 
 
 def plain(record: Record) -> bytes:
-    """The block as it was before the codec, if its label says that something was done to it."""
+    """Return the block as it was before the codec, if its label names the codec."""
     said = told(record.label)
     assert said is not None
     labels = Labels(said.namespace, said.length, verify=False)

@@ -1,4 +1,4 @@
-"""What a cache may say: the reference model of a simulated run, and who asks."""
+"""The reference model of a simulated run: all answers that a cache may give."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOTHING: frozenset[bytes] = frozenset()
 
 
 class Model:
-    """Everything that was ever saved and not removed since; whatever else may be forgotten.
+    """All blocks that were ever saved and not removed since; a cache may have forgotten them.
 
-    Each removal changes the bytes that later saves of the key write, so that what a transfer
-    brings back from before it is told apart.
+    Each removal changes the bytes that later saves of the key write. So blocks that a transfer
+    brings back from before the removal are recognized.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Model:
         return hashlib.sha512(key + b"%d" % self.versions[key]).digest()
 
     def may_be(self, key: BlockKey) -> frozenset[bytes]:
-        """What the block may hold; nothing if nobody may have it."""
+        """Return the possible contents of the block; none if it must not be served."""
         return self.allowed.get(key, NOTHING)
 
     def asked(self, keys: Sequence[BlockKey], priorities: Sequence[int] | None) -> None:
@@ -53,7 +53,7 @@ class Model:
             self.floors.setdefault(key, set()).add(floor)
 
     def put_by_others(self, keys: Sequence[BlockKey]) -> dict[BlockKey, bytes]:
-        """Another engine stores what a save of these blocks would write now, and what that is."""
+        """Store the blocks from another engine as a save would now, and return their bytes."""
         data = {key: self.payload(key) for key in keys}
         for key in keys:
             self.floors.setdefault(key, set())
@@ -66,7 +66,7 @@ class Model:
             self.allowed[key] = self.may_be(key) | {data}
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
-        """Nobody may have these blocks any more."""
+        """Forbid serving these blocks from now on."""
         for key in keys:
             self.allowed.pop(key, None)
             self.versions[key] += 1
@@ -109,7 +109,7 @@ class Replay:
 
 
 def must_survive(cache: SimCache, now_s: float) -> set[BlockKey]:
-    """What a clean end has to keep: what a durable level with room for it admits."""
+    """Return the blocks that must survive a clean end: those that a durable level admits."""
     host, kept = cache.stack.host.index, set[BlockKey]()
     metas = {
         key: host.meta(place)
@@ -139,10 +139,10 @@ class Request:
     fetch: Fetch
     deadline_s: float
     expected: dict[BlockKey, frozenset[bytes]]
-    """What was allowed when the fetch began."""
+    """The allowed bytes at the begin of the fetch."""
     session: str | None = None
     loaded: dict[Slot, bytes] = field(default_factory=dict[Slot, bytes])
-    """What is in the slots that it has pinned; must not change."""
+    """The bytes of its pinned slots; they must not change."""
     save: Save | None = None
     filled: dict[Slot, tuple[BlockKey, int, bytes]] = field(
         default_factory=dict[Slot, tuple[BlockKey, int, bytes]]

@@ -1,6 +1,6 @@
-"""A real Mooncake Store for tests: a master, nodes that give memory, and a client of their own.
+"""A real Mooncake Store for tests: a master, nodes that give memory, and a client.
 
-The library runs in processes of these tests alone: its threads outlive what began them.
+The library runs only in processes of these tests: its threads outlive their starter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvladder.testing.redisserver import ServerProcess, free_ports
 from tests.kit.puppet import Puppet, heard, line
 
 LEASE = "5m"
-"""How long reading what was looked up may take: more than a busy machine needs."""
+"""The time limit for reading found blocks: more than a busy machine needs."""
 DISCARD_S = 1
-"""How long a put that was killed keeps its name; Mooncake's own default is 30."""
+"""Seconds for which a killed put keeps its name; Mooncake's own default is 30."""
 PROGRAM = Path(sys.executable).parent / "mooncake_master"
 
 
 class Client(Puppet):
-    """A process with a store in it, which does what it is told; with memory, a node."""
+    """A process with a store, which executes commands; with memory it is a node."""
 
     def __init__(self, master: str, log: Path, *, memory: int = 0) -> None:
         host = f"127.0.0.1:{free_ports(1)[0]}"
@@ -35,7 +35,7 @@ class Client(Puppet):
 
 
 def main() -> None:
-    """Be such a process."""
+    """Run such a process."""
     host, memory, master = sys.argv[1:]
     store = import_module("mooncake.store").MooncakeDistributedStore()
     code = store.setup(host, "P2PHANDSHAKE", int(memory), 16 << 20, "tcp", "", master)
@@ -51,10 +51,10 @@ class Mooncake(ServerProcess):
     Parameters
     ----------
     memory:
-        Bytes that each node gives.
+        Bytes of memory of each node.
     lease:
-        For how long the master keeps what a client has looked up, as it is told: what takes longer
-        to read is refused.
+        The time for which the master keeps objects that a client has found: slower reads are
+        refused.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Mooncake(ServerProcess):
         self.client = Client(self.master, self._folder / "client.log")
 
     def start_master(self) -> None:
-        """Start the master, which knows nothing of what nodes that still run have."""
+        """Start the master, which knows nothing of the blocks on running nodes."""
         port, admin = self._ports
         self.launch(
             [
@@ -102,7 +102,7 @@ class Mooncake(ServerProcess):
         self.nodes.append(Client(self.master, log, memory=self._memory))
 
     def clear(self) -> None:
-        """Remove everything, also what a client that was killed is late to end."""
+        """Remove everything, including blocks that a killed client would end late."""
         while True:
             self.client("remove_all", True)
             with urlopen(f"http://{self.admin}/get_all_keys", timeout=60) as names:

@@ -1,4 +1,4 @@
-"""Tiers in processes of their own whose far ends, clients and processes end in mid-transfer."""
+"""Isolated tiers with far ends, clients and processes that die in mid-transfer."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.patience import PATIENCE_S, until
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
-"""That are moved when it happens."""
+"""The number of blocks moved during the fault."""
 SPARE = 2
-"""That show that it works again, in slots of their own."""
+"""The number of blocks, with slots of their own, that test whether it works again."""
 TIMEOUT_S, ABANDON_S = 0.6, 0.3
 TRY_S = PATIENCE_S / 10
-"""So long it may take to find out whether it works again."""
+"""The time limit for testing whether it works again."""
 POISON = bytes([0xA5]) * BLOCK_BYTES
 LAYOUT = Layout(block_tokens=4, block_bytes=BLOCK_BYTES)
 
@@ -69,7 +69,7 @@ class Stalls:
 
 
 class Mover:
-    """A tier in a process of its own, over an arena with blocks to move."""
+    """An isolated tier over an arena with blocks to move."""
 
     def __init__(self, tier: IsolatedTier, space: str) -> None:
         self.tier = tier
@@ -91,7 +91,7 @@ class Mover:
         return BlockKey(hashlib.sha256(b"%d %d" % (number, slot)).digest())
 
     def data(self, number: int, slot: Slot) -> bytes:
-        """Of the block that this slot has under a number."""
+        """Return the bytes of this slot's block under a number."""
         return hashlib.blake2b(self._key(number, slot)).digest() * (BLOCK_BYTES // 64)
 
     async def put(self, number: int, slots: Sequence[Slot]) -> Sequence[bool]:
@@ -104,7 +104,7 @@ class Mover:
         return await self.tier.put(writes)
 
     async def get(self, number: int, slots: Sequence[Slot]) -> list[bool]:
-        """Which of the blocks come, each of them right."""
+        """Return which of the blocks arrive, each with the right bytes."""
         self.poison(slots)
         refs = (Ref(self._key(number, slot), NO_PLACE) for slot in slots)
         reads = [
@@ -120,7 +120,7 @@ class Mover:
         return come
 
     async def works(self) -> bool:
-        """Whether what is put comes back."""
+        """Return whether a stored block is read back."""
         number = next(self.numbers)
         with suppress(TierError, TimeoutError):
             async with asyncio.timeout(TRY_S):
@@ -129,12 +129,12 @@ class Mover:
         return False
 
     def poison(self, slots: Iterable[Slot]) -> None:
-        """Fill slots with what no block has."""
+        """Fill slots with bytes that no block has."""
         for slot in slots:
             self.arena.view(slot)[:BLOCK_BYTES] = POISON
 
     def changed(self) -> int:
-        """How many bytes are no poison any more."""
+        """Return how many bytes are no longer poison."""
         views = (bytes(self.arena.view(slot)[:BLOCK_BYTES]) for slot in self.slots)
         return sum(BLOCK_BYTES - view.count(POISON[:1]) for view in views if view != POISON)
 
@@ -162,19 +162,19 @@ class TierLane(Lane):
 
     @abstractmethod
     def make(self) -> IsolatedTier:
-        """The tier; what it needs is there from now on."""
+        """Return the tier; its servers run from now on."""
 
     @abstractmethod
     def victim(self, name: str) -> int:
-        """A process that is there."""
+        """Return a running process."""
 
     @abstractmethod
     def after(self, case: Case) -> None:
-        """Have there be what was killed; any thread may call it."""
+        """Restart the killed process; any thread may call it."""
 
     @abstractmethod
     def check(self) -> None:
-        """Assert that whoever was not struck lives, and holds nothing for anybody."""
+        """Assert that the processes without a fault live, and hold nothing for others."""
 
     @property
     def child(self) -> int:
@@ -182,13 +182,13 @@ class TierLane(Lane):
         return self.mover.tier.gauges()["process"]
 
     async def ready(self) -> None:
-        """Wait until what is put comes back."""
+        """Wait until a stored block is read back."""
         async with asyncio.timeout(PATIENCE_S):
-            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - nobody tells
+            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.02)
 
     async def trial(self, case: Case, delay_s: float) -> None:
-        """Move blocks, and have it happen meanwhile."""
+        """Move blocks, and cause the fault in between."""
         mover, number = self.mover, next(self.mover.numbers)
         if case.call == "get":
             with suppress(TierError):
@@ -201,9 +201,9 @@ class TierLane(Lane):
             if pid:
                 os.kill(pid, signal.Signals[case.fault])
             await asyncio.wait({call}, timeout=TIMEOUT_S - delay_s)
-            waited_s = time.perf_counter() - began_s  # from here on a level goes on without it
+            waited_s = time.perf_counter() - began_s  # a level continues without it from here on
             call.cancel()
-            await asyncio.wait({call})  # and now the slots are somebody else's
+            await asyncio.wait({call})  # another owner may have the slots now
             held_s = time.perf_counter() - began_s - waited_s
             stalls.close()
         if not call.cancelled() and not isinstance(call.exception(), TierError):
@@ -218,7 +218,7 @@ class TierLane(Lane):
         worst.stall_s = max(worst.stall_s, stalls.longest_s)
 
     async def recover(self, case: Case) -> None:
-        """Have it work again; meanwhile nothing may land in the slots of before."""
+        """Make it work again; nothing may be written to the earlier slots in between."""
         await asyncio.to_thread(self.after, case)
         await self.ready()
         await asyncio.to_thread(self.check)
@@ -252,7 +252,7 @@ class NixlLane(TierLane):
         self._until_free()
 
     def _until_free(self, *, clients: float = math.inf) -> None:
-        """Wait until the far end holds nothing for anybody and has so few clients."""
+        """Wait until the far end holds nothing and has at most this number of clients."""
 
         def is_free() -> bool:
             held = self.far("counts")

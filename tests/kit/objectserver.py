@@ -16,14 +16,14 @@ from kvladder.testing.redisserver import ServerProcess, free_ports
 
 BUCKET = "blocks"
 ANSWER_S = 60.0
-HEADERS = {  # of a request whose signature nobody checks
+HEADERS = {  # of a request with an unchecked signature
     "Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request",
     "Content-Type": "application/octet-stream",
 }
 
 
 class ObjectServer(ServerProcess):
-    """One server with a bucket. What it logs is in ``folder``."""
+    """One server with a bucket; its log is in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._port = free_ports(1)[0]
@@ -33,7 +33,7 @@ class ObjectServer(ServerProcess):
 
     @property
     def options(self) -> dict[str, Any]:
-        """How a tier reaches it."""
+        """Return the options with which a tier reaches it."""
         return {
             "endpoint": self.address,
             "allow_http": True,
@@ -54,7 +54,7 @@ class ObjectServer(ServerProcess):
         return False
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes | None:
-        """What is answered to a plain request; None if nothing is there."""
+        """Return the answer to a plain request; None if there is nothing."""
         url = f"{self.address}/{path}"
         try:
             request = Request(url, data=body, method=method, headers=HEADERS)

@@ -1,4 +1,4 @@
-"""A process that does what a test says: lines of JSON in, a line of JSON out for each."""
+"""A process that executes a test's commands: lines of JSON in, a line of JSON out for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Puppet:
     Parameters
     ----------
     log:
-        Where what it writes to its standard error goes.
+        The file for its standard error.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Puppet:
         self.ready = self._answer()
 
     def __call__(self, call: str, *arguments: Any) -> Any:
-        """Have it do something; bytes go in and come out as such."""
+        """Execute a command; bytes are passed and returned as such."""
         assert self.process.stdin is not None
         print(line(call, *arguments), file=self.process.stdin, flush=True)
         return self._answer()

@@ -1,4 +1,4 @@
-"""A client of an exporter that has the right keys and keeps to no rule, in a process of its own."""
+"""A client of an exporter with valid keys that breaks every rule, in a process of its own."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def key_of(number: int) -> BlockKey:
 
 
 def payload(key: bytes) -> bytes:
-    """What a block holds if nobody has lied."""
+    """Return the content of an honest block."""
     return (hashlib.sha512(key).digest() * (BLOCK_BYTES // 64 + 1))[:BLOCK_BYTES]
 
 
 class Rogue:
-    """A process that does what ``Inside`` has a method for, by that name; a context manager."""
+    """A process that executes the methods of ``Inside`` by name; a context manager."""
 
     def __init__(self, folder: Path, address: str, keys: str, space: bytes = SPACE) -> None:
         arguments = [address, keys, space.hex()]
@@ -60,14 +60,14 @@ class Rogue:
 
 
 class Wide(NixlPlane):
-    """Writes whole slots, where others write blocks."""
+    """Writes whole slots where honest clients write blocks."""
 
     def join(self, metadata: bytes, area: Area, block_bytes: int) -> None:
         super().join(metadata, area, min(area.slot_bytes, SLOT_BYTES))
 
 
 class Inside:
-    """What such a process does. Slots are those of the far end, numbers those of blocks."""
+    """The misdeeds of such a process. Slots are those of the far end, numbers those of blocks."""
 
     def __init__(self, address: str, keys: str, space: str) -> None:
         self._space = Namespace(bytes.fromhex(space))
@@ -113,7 +113,7 @@ class Inside:
         return await self._here.put(keys, slots, lengths, [NO_FACTS] * len(keys), label)
 
     async def get(self, numbers: list[int]) -> list[str]:
-        """Of each block "right", "wrong", "refused" by its label, or "missing"."""
+        """Return "right", "wrong", "refused" by its label, or "missing" for each block."""
         keys, found = [key_of(number) for number in numbers], list[str]()
         got = await self._here.get(keys, [*range(len(keys))])
         for slot, (key, length) in enumerate(zip(keys, got.lengths, strict=True)):
@@ -128,14 +128,14 @@ class Inside:
         return found
 
     async def offer(self, numbers: list[int]) -> tuple[int, list[int]]:
-        """Ask for slots; the operation, and what is granted."""
+        """Ask for slots; return the operation and the granted slots."""
         keys, op = b"".join(map(key_of, numbers)), self._here._number()
         count = len(numbers)
         offer = m.Offer(op, keys, [BLOCK_BYTES] * count, [NO_FACTS] * count)
         return op, (await self._here._asked(offer, m.Grant)).slots
 
     async def commit(self, op: int, numbers: list[int]) -> list[int]:
-        """Say that these blocks were written."""
+        """Commit these blocks as written."""
         labels = [self._labels.pack(key, payload(key)) for key in map(key_of, numbers)]
         message = m.Commit(op, m.labels_packed(labels))
         return [*(await self._here._asked(message, m.Stored)).stored]
@@ -144,19 +144,19 @@ class Inside:
         await self._here._asked(m.Abort(self._here._number(), op), m.Done)
 
     async def slots(self) -> int:
-        """How many the far end has."""
+        """Return the number of slots of the far end."""
         return self._here._far_slots
 
     async def alive(self) -> bool:
         return not self._here.broken.done()
 
     async def scribble(self, slots: list[int], byte: bytes) -> str:
-        """Write to slots, whosesoever; what came of that."""
+        """Write to slots of any owner; return the result."""
         self._fill(0, byte * BLOCK_BYTES)
         return await self._write(slots)
 
     async def forge(self, number: int, byte: bytes) -> str:
-        """Write a block with other bytes, and what a server keeps behind it, to all slots."""
+        """Write a block with other bytes, and a server's data after it, to all slots."""
         data, room = byte * BLOCK_BYTES, 64 << 10
         self._fill(0, data + bytes(room - BLOCK_BYTES))
         label = self._labels.pack(key_of(number), data)
@@ -189,7 +189,7 @@ async def _serve() -> None:
 
 
 def main() -> None:
-    """Do as told until nobody holds the other end of stdin."""
+    """Execute commands until the other end of stdin is closed."""
     load()
     asyncio.run(_serve())
     os._exit(0)  # not by the end of the interpreter: threads of the library may hang

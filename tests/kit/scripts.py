@@ -11,7 +11,7 @@ from tests.kit.source import ROOT
 
 
 def script(name: str) -> Any:
-    """Import ``.ci/NAME.py``. Skip the module that asks where the tests run beside a wheel."""
+    """Import ``.ci/NAME.py``. Skip the calling module if the tests run beside a wheel."""
     path = ROOT / ".ci" / f"{name}.py"
     if not (path.exists() and (ROOT / "tiers").exists()):
         pytest.skip("the tests run beside an installed package", allow_module_level=True)

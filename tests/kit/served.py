@@ -85,7 +85,7 @@ class Server:
         }
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """What it counts."""
+        """Return the counters of the server."""
         found: dict[str, dict[str, Any]] = ask(
             self.folder / "control", {"command": "stats"}, timeout_s=PATIENCE_S
         )
@@ -104,7 +104,7 @@ class Server:
         self.process.communicate()
 
     def again(self) -> None:
-        """Start another one at the same address."""
+        """Start another server at the same address."""
         self.stack["export"]["listen"] = self.address
         self._start()
 

@@ -83,9 +83,9 @@ STEPS = {"wishing": wishing_steps, "tenants": tenants_steps}
 def run_world(
     seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain", sets: bool = False
 ) -> World:
-    """Run the world of this seed: what it does, and how often each thing, is drawn from it.
+    """Run the world of this seed, which determines its steps and their frequencies.
 
-    With ``sets``, others want sets of its blocks, too.
+    With ``sets``, others fetch sets of its blocks, too.
     """
     random = Random(seed)
     knobs = Knobs.draw(random).of(kind)

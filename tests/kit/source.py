@@ -80,7 +80,7 @@ def offenders(check: Check, sources: Iterable[Source]) -> list[str]:
 
 
 def dotted(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` for a chain of attributes, else an empty string."""
+    """Return ``a.b.c`` for a chain of attributes, otherwise an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):

@@ -18,11 +18,11 @@ REQUIRED = "leave out required: true, to start without this level"
 
 
 def refused(source: Mapping[str, Any], layout: Layout, *, foretold: bool = True) -> ConfigError:
-    """Return why a cache does not open that requires the last level of ``source``.
+    """Return the error of opening a cache that requires the last level of ``source``.
 
-    Checks that ``kvladder check`` foretells it, and what becomes of a cache that does not require
-    the level. With wrong settings it does not open either. If the world is broken today, it opens
-    without the level, which is foretold as a warning.
+    Checks that ``kvladder check`` predicts the error, and opens a cache that does not require the
+    level. With wrong settings that cache fails too. If a resource is broken today, it opens without
+    the level, and ``kvladder check`` predicts that with a warning.
     """
     required = copy.deepcopy(dict(source))
     required["tiers"][-1]["required"] = True
@@ -52,7 +52,7 @@ def _refusal(source: Mapping[str, Any], layout: Layout) -> ConfigError:
 
 
 def _error_of(source: Mapping[str, Any]) -> ConfigError:
-    """What ``kvladder check`` says first."""
+    """Return the first error that ``kvladder check`` prints."""
     try:
         found: Findings = preflight(load_config(source))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Which blocks of a simulated run end with a session: who used each since it was brought in."""
+"""The blocks of a simulated run that end with a session: each block's users since it was loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvladder.manager import CacheManager
 from kvladder.testing.stacks import SimCache
 
 NOBODY: str | None = None
-"""In place of a session's name: a request that names none, or a process that is gone."""
+"""The session of a request without one, or of an ended process."""
 
 
 class Claims:
@@ -38,9 +38,9 @@ class Claims:
         self._users.clear()
 
     def end(self, manager: CacheManager, number: int) -> list[BlockKey] | None:
-        """End a session, and assert that nothing happens to what it does not own.
+        """End a session, and assert that other blocks stay.
 
-        Returns what it owned, None if it had no request.
+        Returns the blocks it owned, None if it had no request.
         """
         name = self.name(number)
         before = _worth(manager)
@@ -58,7 +58,7 @@ class Claims:
 
 
 class Others:
-    """What host has of other salts than one, which is about to save something."""
+    """The blocks of other salts in host, before a salt saves some."""
 
     def __init__(self, cache: SimCache, salt: bytes, keys: Iterable[BlockKey]) -> None:
         self._index = cache.stack.host.index
@@ -75,7 +75,7 @@ class Others:
         return others - self._own
 
     def check(self) -> None:
-        """Assert that nobody else made room but for what the salt may have."""
+        """Assert that no other salt lost blocks, except for room that this salt may have."""
         if self._room < inf:
             gone = len(self._before - self._held())
             assert gone <= max(0, self._room), "others give way to a salt above its quota"

@@ -21,7 +21,7 @@ async def steps(seen: list[str], *, stubborn: bool = False) -> None:
                 raise
 
 
-async def test_cancels_at_each_place_in_turn() -> None:
+async def test_work_is_cancelled_at_each_place_in_turn() -> None:
     found: list[list[str]] = []
     for suspension in count(1):
         seen: list[str] = []
@@ -34,13 +34,13 @@ async def test_cancels_at_each_place_in_turn() -> None:
     assert found[-1] == ["step 0", "step 1", "step 2"]
 
 
-async def test_work_may_go_on_after_it_was_cancelled() -> None:
+async def test_work_may_continue_after_a_cancellation() -> None:
     seen: list[str] = []
     assert await cancel_at(steps(seen, stubborn=True), 2)
     assert seen == ["step 0", "cancelled at 1", "step 2"]
 
 
-async def test_what_the_work_raises_is_raised() -> None:
+async def test_errors_of_the_work_are_raised() -> None:
     async def fails() -> None:
         await asyncio.sleep(1)
         raise OSError("broken")
@@ -49,7 +49,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         await cancel_at(fails(), 9)
 
 
-async def test_what_is_awaited_is_cancelled_with_it() -> None:
+async def test_awaited_futures_are_cancelled_with_the_work() -> None:
     inner = asyncio.ensure_future(asyncio.sleep(100))
 
     async def waits() -> None:
@@ -60,7 +60,7 @@ async def test_what_is_awaited_is_cancelled_with_it() -> None:
     assert asyncio.get_running_loop().time() == 0.0
 
 
-async def test_polling_is_found_out() -> None:
+async def test_polling_is_detected() -> None:
     work = steps([])
     with pytest.raises(AssertionError, match="does it poll"):
         await cancel_at(work, 1001)

@@ -31,7 +31,7 @@ def test_nodes_that_forgot_each_other_meet_again(
         assert all(len(server.run("CLUSTER", "SLOTS")) == 3 for server in servers)
 
 
-def test_no_node_of_a_cluster_that_is_none_is_left(
+def test_a_cluster_that_does_not_form_leaves_no_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, started = RedisServer.run, set[int]()
@@ -48,7 +48,7 @@ def test_no_node_of_a_cluster_that_is_none_is_left(
     assert not any(map(lives, started))
 
 
-def test_a_server_that_does_not_become_ready_is_not_left(tmp_path: Path) -> None:
+def test_a_server_that_does_not_become_ready_is_stopped(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "log")
 
     def never() -> bool:

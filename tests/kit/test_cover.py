@@ -1,4 +1,4 @@
-"""What ``--cover`` keeps of a product: each value of each factor, and little more."""
+"""``--cover`` keeps each value of each factor of a product, and few more cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODE = """
         def test_one(self, chain): pass
         def test_two(self, chain): pass
         @pytest.mark.parametrize("size", [1, 2])
-        def test_sizes(self, chain, size): pass
+        def test_takes_each_size(self, chain, size): pass
         def test_alone(self): pass
 
     @pytest.mark.product("chain")
@@ -49,7 +49,7 @@ def kept(pytester: pytest.Pytester, *options: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_of_a_product_each_value_runs_and_without_the_option_all(
+def test_with_cover_each_value_runs_and_without_it_every_case(
     pytester: pytest.Pytester,
 ) -> None:
     everything = kept(pytester)
@@ -62,7 +62,7 @@ def test_of_a_product_each_value_runs_and_without_the_option_all(
     for test in ("TestFirst", "TestSecond"):
         ran = [name.removeprefix(f"{test}::") for name in some if name.startswith(test)]
         assert [name.partition("[")[0] for name in ran] == [
-            "test_one", "test_two", "test_sizes", "test_sizes", "test_alone",
+            "test_one", "test_two", "test_takes_each_size", "test_takes_each_size", "test_alone",
         ]  # fmt: skip
         assert {"1", "2"} == {part for name in ran for part in name if part in "12"}
         assert sum("x" in name.partition("[")[2] for name in ran) == 2, "values take turns"
@@ -74,7 +74,7 @@ def test_of_a_product_each_value_runs_and_without_the_option_all(
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (4, 1), (2, 3, 5), (6, 5, 4, 3)])
-def test_as_few_cases_are_kept_as_the_longest_factor_has_values(sizes: tuple[int, ...]) -> None:
+def test_cover_keeps_as_many_cases_as_the_longest_factor_has_values(sizes: tuple[int, ...]) -> None:
     cases = list(itertools.product(*map(range, sizes)))
     some = [cases[at] for at in sorted(covering(cases))]
     assert len(some) == max(sizes)
@@ -82,6 +82,6 @@ def test_as_few_cases_are_kept_as_the_longest_factor_has_values(sizes: tuple[int
         assert {case[factor] for case in some} == set(range(size))
 
 
-def test_no_case_of_none_is_kept() -> None:
+def test_no_case_is_kept_of_an_empty_product() -> None:
     assert covering([]) == set()
     assert covering([()]) == set()

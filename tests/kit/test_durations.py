@@ -1,4 +1,4 @@
-"""What ``--durations-file`` writes: one line a test, also of tests that ran in other processes."""
+"""``--durations-file`` writes one line a test, also for tests that ran in other processes."""
 
 from __future__ import annotations
 

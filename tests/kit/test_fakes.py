@@ -1,4 +1,4 @@
-"""The fake tier does what its script says, and tells who breaks the rules of a tier."""
+"""The fake tier follows its script, and reports callers that break the rules of a tier."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_records_what_it_was_asked(tier: FakeTier, blocks: SampleBlocks) -> None:
+async def test_a_fake_records_its_calls(tier: FakeTier, blocks: SampleBlocks) -> None:
     items = await blocks.put(tier, 0, 1)
     await blocks.get(tier, items[:1])
     await tier.remove(blocks.refs(items))
@@ -97,7 +97,7 @@ async def test_a_failure_may_come_before_or_after_the_effect(
     assert await blocks.get(tier, items) == [after]
 
 
-async def test_a_full_medium(tier: FakeTier, blocks: SampleBlocks) -> None:
+async def test_a_full_fake_raises_tier_full(tier: FakeTier, blocks: SampleBlocks) -> None:
     tier.script.append(Full())
     items = blocks.some(0)
     with pytest.raises(TierFull):
@@ -105,7 +105,7 @@ async def test_a_full_medium(tier: FakeTier, blocks: SampleBlocks) -> None:
     assert tier.stored(items[0].key) is None
 
 
-async def test_lost_and_damaged_blocks_are_there_all_the_same(
+async def test_the_store_keeps_lost_and_damaged_blocks(
     tier: FakeTier, blocks: SampleBlocks
 ) -> None:
     items = await blocks.put(tier, 0, 1, 2)
@@ -209,7 +209,7 @@ async def test_a_store_outlives_its_tier_and_a_copy_outlives_a_crash(
         await other.aclose()
 
 
-# ---- rules that a level has to keep
+# ---- rules that a level must keep
 
 
 async def test_a_slot_without_a_claim_is_noted(
@@ -221,7 +221,7 @@ async def test_a_slot_without_a_claim_is_noted(
     assert tier.violations == ["a slot without a claim"]
 
 
-async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: SampleBlocks) -> None:
+async def test_invalid_batches_are_noted(tier: FakeTier, blocks: SampleBlocks) -> None:
     tier.batch_max = 2
     first, second = blocks.some(0, 1)
     batches = [
@@ -253,7 +253,7 @@ async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: SampleBlo
         ("remove", "put", False),
     ],
 )
-async def test_calls_that_must_not_meet_are_noted(
+async def test_calls_that_must_not_overlap_are_noted(
     tier: FakeTier, blocks: SampleBlocks, first: str, second: str, *, allowed: bool
 ) -> None:
     items = await blocks.put(tier, 0)

@@ -1,4 +1,4 @@
-"""The plugin that delays what runs in real time, and nothing in simulated time."""
+"""The plugin delays work in real time, and none in simulated time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CODE = """
 
 
 def state(pid: int) -> str:
-    """What /proc says of a process: T if it stands still."""
+    """Return the state of a process from /proc: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -58,7 +58,7 @@ def process() -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_what_begins_in_real_time_may_be_late(
+def test_work_in_real_time_may_be_delayed(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -67,7 +67,7 @@ def test_what_begins_in_real_time_may_be_late(
     result.assert_outcomes(passed=1)
 
 
-def test_a_process_stands_still_for_a_while(process: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_stopped_for_a_while(process: int, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[str] = []
 
     def sleep(seconds: float) -> None:
@@ -82,7 +82,7 @@ def test_a_process_stands_still_for_a_while(process: int, monkeypatch: pytest.Mo
     assert states == ["T"]
 
 
-def test_what_a_test_has_stopped_does_not_go_on(process: int) -> None:
+def test_a_process_stopped_by_a_test_stays_stopped(process: int) -> None:
     stills = jitter.Stills()
     stills.kill(process, signal.SIGSTOP)
     stills.still(process)
@@ -93,7 +93,7 @@ def test_what_a_test_has_stopped_does_not_go_on(process: int) -> None:
     until(lambda: state(process) != "T")
 
 
-def test_what_has_ended_meanwhile_is_left_alone() -> None:
+def test_an_ended_process_is_left_alone() -> None:
     ended = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(ended, 0)
     jitter.Stills().still(ended)

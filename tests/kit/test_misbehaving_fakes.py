@@ -1,4 +1,4 @@
-"""Fakes misbehave as their scripts say, and notice a level that has no patience with them."""
+"""Fakes misbehave as their scripts say, and notice a level that calls them too soon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_wrong_answer_comes_after_the_effect(step, said) -> None:
         await tier.remove(blocks.refs(items))
 
 
-async def test_what_is_said_at_once_is_left_to_steps_that_name_it() -> None:
+async def test_synchronous_calls_take_only_steps_that_name_them() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier)):
         tier.script += [Raise(ValueError), Raise(KeyError, on="gauges")]
@@ -57,7 +57,7 @@ async def test_a_blocked_call_keeps_its_thread_until_it_is_given_up() -> None:
     assert first.cancelled()
 
 
-async def test_a_call_that_comes_too_soon_after_failures_is_noted() -> None:
+async def test_a_call_too_soon_after_failures_is_noted() -> None:
     tier = FakeTier([Fail(on="put", times=3)], patience=(2, 10.0))
     async with cache_of(LevelSpec(tier, COMMIT)):
         for _ in range(2):

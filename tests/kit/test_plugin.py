@@ -1,4 +1,4 @@
-"""The pytest plugin: which loop a test gets, and what becomes of what it leaves behind."""
+"""The pytest plugin: the loop of a test, and the tasks that a test leaves running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODES = pytest.mark.parametrize("mode", ["auto", "strict"])
 
 
 @MODES
-def test_async_tests_run_in_simulated_time_and_marked_ones_for_real(
+def test_async_tests_run_in_simulated_time_and_marked_ones_in_real_time(
     pytester: pytest.Pytester, mode: str
 ) -> None:
     result = run(
@@ -67,9 +67,7 @@ def test_async_tests_run_in_simulated_time_and_marked_ones_for_real(
 
 
 @MODES
-def test_what_is_not_marked_has_the_loop_that_it_would_have(
-    pytester: pytest.Pytester, mode: str
-) -> None:
+def test_unmarked_tests_keep_their_own_loop(pytester: pytest.Pytester, mode: str) -> None:
     pytester.makeconftest(
         """
         import asyncio
@@ -140,7 +138,7 @@ def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester,
                 assert mine is self
                 assert self.seen == "value"
 
-        def test_the_end():
+        def test_each_fixture_has_ended_in_simulated_time():
             assert ended == [200] * 3
         """,
         mode=mode,
@@ -148,7 +146,7 @@ def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester,
     result.assert_outcomes(passed=4)
 
 
-def test_what_is_wrong_with_a_fixture_is_said(pytester: pytest.Pytester) -> None:
+def test_errors_in_fixtures_are_reported(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
         """
@@ -172,7 +170,7 @@ def test_what_is_wrong_with_a_fixture_is_said(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*Async generator fixture didn't stop*", "*no such thing*"])
 
 
-def test_a_task_left_behind_is_an_error(pytester: pytest.Pytester) -> None:
+def test_a_task_left_running_is_an_error(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
         """
@@ -227,7 +225,7 @@ def test_the_seed_is_an_option(pytester: pytest.Pytester) -> None:
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_what_is_logged_under_a_lock_fails_the_test(pytester: pytest.Pytester) -> None:
+def test_logging_under_a_lock_fails_the_test(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
         """

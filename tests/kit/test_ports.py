@@ -1,4 +1,4 @@
-"""Ports of servers are claimed once, whoever asks."""
+"""Ports of servers are claimed once, by any thread or process."""
 
 from __future__ import annotations
 

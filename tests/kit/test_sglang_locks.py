@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.sglang.engine import remove_abandoned
 
 
-def test_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+def test_abandoned_locks_are_removed(tmp_path: Path) -> None:
     held, left = (tmp_path / name / "lock" for name in ("held", "left"))
     for lock in (held, left):
         lock.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What is said of the shape of the code is so."""
+"""The figures about the shape of the code are right."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_task_needs_few_files_and_lines(shape: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_what_a_block_crosses_is_seen(shape: Any) -> None:
+def test_the_files_that_a_block_crosses_are_found(shape: Any) -> None:
     found = {what: (files, moves, running) for what, files, moves, running in shape.crossings()}
     for files, moves, running in found.values():
         assert {"kvladder/manager.py", "tiers/files/segments.py"} <= set(files)
@@ -78,7 +78,7 @@ def test_what_a_block_crosses_is_seen(shape: Any) -> None:
     assert sys.getprofile() is None
 
 
-def test_a_block_is_known_within_what_carries_it(shape: Any) -> None:
+def test_a_block_is_recognized_inside_containers(shape: Any) -> None:
     key = b"k" * 32
     crossing = shape.Crossing()
     crossing.end()
@@ -98,7 +98,7 @@ def test_a_block_is_known_within_what_carries_it(shape: Any) -> None:
         assert not crossing._carries(other)
 
 
-def test_an_author_meets_few_names(shape: Any) -> None:
+def test_an_author_needs_few_names(shape: Any) -> None:
     assert {"Tier", "told", "came", "expires_wall_s"} < shape.offered_to_authors()
     for name in shape.TIERS:
         met = shape.met_by_author(ROOT / "examples" / name)

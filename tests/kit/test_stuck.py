@@ -49,7 +49,7 @@ def run(*lines: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
+def test_a_test_that_waits_for_ever_is_ended_with_a_traceback() -> None:
     done = run("say('+ tests/a.py::test_b')", WAITS)
     assert done.returncode == -6
     assert f"stuck for {IDLE_S:g} s: tests/a.py::test_b" in done.stderr
@@ -57,14 +57,14 @@ def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
 
 
 def lives(pid: int | str) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process is alive."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
 
 
-def test_what_it_has_started_is_ended_with_it() -> None:
+def test_children_of_a_stuck_test_are_ended_with_it() -> None:
     done = run(STARTS, "say('+ waits for its child')", "child.wait()")
     assert done.returncode == -6
     assert "in wait" in done.stderr, "it was still waiting when it told where it stands"
@@ -82,9 +82,7 @@ def test_what_it_has_started_is_ended_with_it() -> None:
         [f"time.sleep({4 * IDLE_S})"],
     ],
 )
-def test_what_is_busy_or_between_tests_is_not(
-    lines: list[str], pytestconfig: pytest.Config
-) -> None:
+def test_busy_or_idle_runs_are_not_ended(lines: list[str], pytestconfig: pytest.Config) -> None:
     if pytestconfig.pluginmanager.has_plugin("tests.kit.jitter"):
         pytest.skip("what stands still for longer than a second is stuck here")
     done = run(*lines)

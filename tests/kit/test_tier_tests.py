@@ -564,7 +564,7 @@ FINDS_ALONE = {
     "Overflows": "a_block_that_is_too_long_is_a_miss",
     "ForgetsSteps": "keeps_lengths_and_what_codecs_did",
 }
-"""What no other test of the suite finds."""
+"""Faults that only one test of the suite finds."""
 
 
 @pytest.mark.slow

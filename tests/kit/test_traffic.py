@@ -1,4 +1,4 @@
-"""What trials of fail-over are made of: loads that are compared, faults that happen, figures."""
+"""The parts of failover trials: compared loads, injected faults, figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_wrong_byte_of_a_load_is_counted():
         assert loaded(cache, wanted)[::2] == (3, 2)
 
 
-def test_what_a_thread_fails_with_is_raised():
+def test_errors_of_a_thread_are_raised():
     class Failing(Traffic):
         def turn(self, number):
             raise LookupError(f"in turn {number}")
@@ -57,7 +57,7 @@ def test_what_a_thread_fails_with_is_raised():
         Held(0, 10, 5, 4),
     ],
 )
-def test_what_is_held_for_good_is_refused(broken):
+def test_growing_resources_are_refused(broken):
     figures = Figures()
     figures.held["object"] = {BEFORE: Held(0, 10, 5, 3), CLOSED: Held(0, 10, 7, 3)}
     figures.check()
@@ -75,7 +75,7 @@ def test_wrong_bytes_are_refused():
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps what is put whole."""
+    """Keeps every object put."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Echo)
@@ -83,7 +83,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers with what is put."""
+    """Answers with the object put."""
 
     server: Server
 
@@ -129,7 +129,7 @@ def echoing():
 
 
 def asked(port, *requests):
-    """What is answered on one connection, each a status and a body, or the error that ends it."""
+    """Return the answers on one connection, each a status and a body, or the error that ends it."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     answers: list[Any] = []
     try:
@@ -155,7 +155,7 @@ def asked(port, *requests):
         ("cut", None, http.client.IncompleteRead, []),
     ],
 )
-async def test_a_proxy_does_to_requests_what_it_is_told(fault, put, get, heard):
+async def test_a_proxy_applies_its_fault_to_requests(fault, put, get, heard):
     with echoing() as server:
         async with FaultyProxy(server.server_port, delay_s=0.01) as proxy:
             proxy.fault = fault

@@ -22,7 +22,7 @@ def keys(*path: object) -> list[BlockKey]:
 
 
 def contents(cache: CacheManager, key: BlockKey) -> bytes:
-    """Return what a block of this key contains."""
+    """Return the content of the block with this key."""
     return key * (cache.layout.block_bytes // len(key))
 
 
@@ -41,13 +41,13 @@ def stored(cache: CacheManager, wanted: Sequence[BlockKey], salt: str = "") -> N
 
 
 def forgotten(cache: CacheManager, wanted: Sequence[BlockKey]) -> None:
-    """Have the host level forget blocks, so that they have to come from below."""
+    """Make the host level forget blocks, so that the next load comes from below."""
     with cache._stack.lock:
         cache._stack.host.remove(wanted)
 
 
 class Loaded(NamedTuple):
-    """What came of a fetch."""
+    """The result of a fetch."""
 
     blocks: int
     took_s: float
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(cache: CacheManager, wanted: Sequence[BlockKey]) -> Loaded:
-    """Fetch a prefix, wait for it, and compare all that came with what was saved."""
+    """Fetch a prefix, wait for it, and compare the loaded blocks with the saved ones."""
     began_s, wrong = time.monotonic(), 0
     fetch = cache.fetch(wanted)
     fetch.wait()
@@ -71,7 +71,7 @@ def loaded(cache: CacheManager, wanted: Sequence[BlockKey]) -> Loaded:
 
 
 class Traffic(ABC):
-    """Threads that use one cache until they are told to end; a context manager."""
+    """Threads that use one cache until they are stopped; a context manager."""
 
     def __init__(self, cache: CacheManager, *, threads: int = 2) -> None:
         self.cache = cache
@@ -87,7 +87,7 @@ class Traffic(ABC):
         """Save, load and forget blocks; any thread may call it."""
 
     def load(self, wanted: Sequence[BlockKey]) -> Loaded:
-        """Load a prefix and count what came."""
+        """Load a prefix and count the loaded blocks."""
         came = loaded(self.cache, wanted)
         self.loads += 1
         self.loaded += came.blocks
@@ -108,7 +108,7 @@ class Traffic(ABC):
             self._failures.append(error)
 
     def more(self) -> None:
-        """Wait until blocks come again."""
+        """Wait until blocks are loaded again."""
         before = self.loaded
 
         def are_more() -> bool:
@@ -118,7 +118,7 @@ class Traffic(ABC):
         until(are_more)
 
     def check(self) -> None:
-        """Raise what a thread has failed with."""
+        """Raise the error of a thread, if any."""
         if self._failures:
             raise self._failures[0]
 

@@ -1,13 +1,13 @@
 """Far ends, their clients and the processes of tiers, killed and stopped in mid-transfer.
 
-``python -m tests.kit.trials 200 --out FILE`` does so many trials and writes what they showed to
-``benchmarks/results/FILE``. What is right is asserted, whatever the machine does beside; how long
-things take is only told. One trial is struck at a time, while others recover from theirs, which
-takes processor time from it: with ``--alone nixl`` or ``--alone mooncake`` nothing is beside it.
+``python -m tests.kit.trials 200 --out FILE`` runs 200 trials and writes their figures to
+``benchmarks/results/FILE``. Correctness is asserted on a busy machine too; times are only reported.
+One trial is measured at a time, while others recover and take processor time from it. With
+``--alone nixl`` or ``--alone mooncake`` it runs alone.
 
-``--alone redis-sentinel``, ``redis-cluster``, ``object`` or ``mooncake-store`` has a cache used
-while the servers of its level fail; ``--alone failover`` has so many trials of each of them, in
-processes side by side.
+``--alone redis-sentinel``, ``redis-cluster``, ``object`` or ``mooncake-store`` uses a cache while
+the servers of its level fail. ``--alone failover`` runs this number of trials of each kind, in
+parallel processes.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def run_alone(name: str, trials: int, within_s: float) -> Figures:
 
 
 def run_failover(trials: int, within_s: float) -> tuple[Figures, list[BaseException]]:
-    """Do so many trials of each kind of fail-over, each kind in a process of its own.
+    """Run this number of trials of each kind of failover, each kind in its own process.
 
-    Returns what they showed, and the errors of kinds that failed, whose figures are missing.
+    Returns the figures, and the errors of kinds that failed, which have no figures.
     """
     figures, errors = Figures(), list[BaseException]()
     with ProcessPoolExecutor(len(FAILOVER_LANES), get_context("spawn")) as pool:
@@ -130,7 +130,7 @@ def _served(figures: Figures) -> Iterator[str]:
 
 
 def main() -> None:
-    """Do trials as the command line says."""
+    """Run the trials of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.trials", description=__doc__)
     parser.add_argument("trials", type=int, nargs="?", default=200)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A tier that misbehaves on order, in whichever process it runs: a file says how."""
+"""A tier that misbehaves on order in any process: a file has the orders."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvladder.tiers.label import Read, Ref, Write
 from kvladder.tiers.memory import MemoryTier
 
 LATE = 0x5C
-"""What a thread that nobody can stop writes into a slot."""
+"""The byte that an unstoppable thread writes into a slot."""
 
 
 class UnrulyOptions(Settings, frozen=True, kw_only=True):
-    """Where its orders are."""
+    """The options of the tier: the path of its orders."""
 
     path: str
 
 
 class UnrulyTier(MemoryTier):
-    """Does what the file at ``path`` says, in each call that moves bytes; as long as it says so."""
+    """Follows the file at ``path`` in each call that moves bytes, while the file has orders."""
 
     Options = UnrulyOptions
     block_bytes_min = 1
@@ -69,7 +69,7 @@ class UnrulyTier(MemoryTier):
                         await asyncio.sleep(3600)
             case "block":  # holds the loop
                 threading.Event().wait()
-            case "late":  # and a library's thread goes on
+            case "late":  # a library's thread continues
                 threading.Thread(target=self._scribble, args=(views,), daemon=True).start()
                 threading.Event().wait()
             case "stop":

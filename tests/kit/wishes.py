@@ -1,4 +1,4 @@
-"""What requests of a simulated run wish for their blocks, and whether a cache keeps to it."""
+"""The terms that requests of a simulated run set for their blocks, and a check of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVEL_NAMES = ("host", "level1", "level2", "level3")
 
 
 class Wishes(NamedTuple):
-    """Of one request."""
+    """The terms of one request."""
 
     load: tuple[str, ...] | None = None
     """The levels that may be read, None for all."""
@@ -48,12 +48,12 @@ NO_WISHES = Wishes()
 
 
 class Promises:
-    """Per block, what the most generous request since its removal allowed."""
+    """The terms of the most generous request for each block since its removal."""
 
     def __init__(self) -> None:
         self._levels: dict[BlockKey, set[str]] = {}
         self._ends_s: dict[BlockKey, float] = {}
-        """In wall time, which goes on over a restart."""
+        """The end of each block in wall time, which continues over a restart."""
 
     def offered(self, keys: Sequence[BlockKey], wishes: Wishes, now_s: float) -> None:
         """An engine offers blocks at this loop time."""
@@ -64,12 +64,12 @@ class Promises:
             self._ends_s[key] = max(end_s, self._ends_s.get(key, 0.0))
 
     def removed(self, key: BlockKey) -> None:
-        """Nothing is left of a block, and what is promised of it."""
+        """Forget a block and its terms."""
         self._levels.pop(key, None)
         self._ends_s.pop(key, None)
 
     def left(self, key: BlockKey) -> None:
-        """A block may have come back with what was promised before its removal."""
+        """Allow a block to come back with its terms from before its removal."""
         self._levels[key] = set(LEVEL_NAMES)
         self._ends_s[key] = inf
 
@@ -82,13 +82,13 @@ class Promises:
 
 
 class Purge:
-    """A purge that goes on step by step, while all else does; one at a time."""
+    """A purge that runs step by step beside all else; one at a time."""
 
     def __init__(self) -> None:
         self._steps: Iterator[dict[str, int]] | None = None
 
     def begin(self, manager: CacheManager) -> None:
-        """Begin, unless one is under way."""
+        """Begin a purge, unless one is in progress."""
         if self._steps is None:
             self._steps = manager.purge(SALT)
 

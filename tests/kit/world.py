@@ -1,6 +1,6 @@
-"""A whole cache in simulated time against a model: what an engine and its tiers may do to it.
+"""A whole cache in simulated time against a model: the actions of an engine and of tiers.
 
-Whatever it serves has to be what the model allows; everything else it may forget.
+The served bytes must be those that the model allows; the cache may forget everything else.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DRAIN_S = 2000.0
 
 
 class World:
-    """A cache over fake tiers, an engine that uses it, and the model of what it may say.
+    """A cache over fake tiers, an engine that uses it, and the reference model of its answers.
 
-    Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
+    Every method is one step; ``check`` holds after each. ``trace`` lists the steps.
     """
 
     make_policy: Callable[[], EvictionPolicy] = staticmethod(PrioritizedLRU)
@@ -57,7 +57,7 @@ class World:
         self._names = 0
         self._purge = Purge()
         self._condemned: set[BlockKey] = set()
-        """What a user had removed or purged, once at least: it may go from shared tiers, too."""
+        """Blocks that a user removed or purged at least once: they may leave shared tiers, too."""
         self._salted = {key for odd in range(1, 16, 2) for key in self.prompt(odd, 8)}
         self.requests: list[Request] = []
         self._open()
@@ -122,7 +122,7 @@ class World:
         """Add to the trace."""
         self.trace.append(f"{self.loop.time():.6f} {text}")
 
-    # ---- what the engine does
+    # ---- actions of the engine
 
     def prompt(self, number: int, length: int) -> list[BlockKey]:
         """The keys of a prompt; many of them share a prefix."""
@@ -183,7 +183,7 @@ class World:
         self.note(f"gather {self._names}: {len(fetch.keys)} of {len(keys)}")
 
     def poll(self) -> None:
-        """Each request does what it can do next; which one is first is random."""
+        """Let each request do its next step, in random order."""
         if self._purge.step():
             self.note("purged")
             self._removed([*self._salted])
@@ -204,14 +204,14 @@ class World:
         assert wishes.load is None or set(fetch.sources) <= set(wishes.load), "another was read"
         for key, slot in zip(request.keys, fetch.slots, strict=False):
             if slot == NO_SLOT and isinstance(fetch, SetFetch):
-                continue  # it did not come
+                continue  # it did not arrive
             data = self._bytes(slot)
             right = request.expected.get(key, NOTHING) | self.model.may_be(key)
             assert data in right, f"request {request.name} got wrong bytes from {fetch.sources}"
             request.loaded[slot] = data
         self.served.update(fetch.sources)
         self.note(f"loaded {request.name}: {fetch.sources}")
-        if isinstance(fetch, SetFetch):  # whoever asks for a set saves nothing
+        if isinstance(fetch, SetFetch):  # a caller that fetches a set saves nothing
             request.save = self.manager.save([])
             return
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
@@ -255,19 +255,19 @@ class World:
         request.fetch.release()
         self.requests.remove(request)
         if request.session is not None and not isinstance(request.fetch, SetFetch):
-            with suppress(ValueError):  # another request has ended it meanwhile
+            with suppress(ValueError):  # another request has ended it since
                 self.manager.sessions.use(request.session, [request.keys])
                 self.claims.met(request.session, request.keys)
 
     def end_session(self, number: int) -> None:
-        """The user of a session has gone."""
+        """End a session."""
         ended = self.claims.end(self.manager, number)
         for key in ended or ():
             self.model.floors.setdefault(key, set()).add(PRIORITY_MIN)
         self.note(f"end session {number}: {None if ended is None else len(ended)} blocks")
 
     def cancel(self, number: int) -> None:
-        """A running request goes away, wherever it is."""
+        """Cancel a running request in any state."""
         if self.requests:
             request = self.requests.pop(number % len(self.requests))
             self.note(f"cancel {request.name}")
@@ -283,7 +283,7 @@ class World:
                 self.note(f"forget {request.name}")
                 if request.save is not None:
                     request.save.abort()
-                if not any(tier.shared for tier in self.tiers):  # others may find them good
+                if not any(tier.shared for tier in self.tiers):  # others may find them usable
                     self._removed(request.keys[: request.fetch.blocks])
                 request.fetch.forget()
                 self.requests.remove(request)
@@ -297,7 +297,7 @@ class World:
         self._removed(keys)
 
     def _removed(self, keys: Sequence[BlockKey]) -> None:
-        """Nobody may have these blocks any more but the requests that have pinned them."""
+        """Forbid serving these blocks, except to requests that have pinned them."""
         for request in self.requests:
             for key, slot in zip(request.keys, request.fetch._slots, strict=False):
                 if slot != NO_SLOT:
@@ -324,10 +324,10 @@ class World:
         self.manager.touch(keys)
         self.claims.met(None, keys)
 
-    # ---- what time and tiers do
+    # ---- time and tiers
 
     def advance(self, seconds: float) -> None:
-        """Time goes by; 0 is one turn of the loop."""
+        """Advance time; 0 is one turn of the loop."""
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def trouble(self, level: int, kind: int) -> None:
@@ -345,7 +345,7 @@ class World:
             self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
 
     def heal(self, level: int) -> None:
-        """A tier gets well again."""
+        """Make a tier work again."""
         if self.tiers:
             self.note(f"heal {level}")
             self.tiers[level % len(self.tiers)].heal()
@@ -366,7 +366,7 @@ class World:
                 tier.others_put(self.model.put_by_others(self.prompt(number, length)))
 
     def reopen(self, *, crash: bool) -> None:
-        """The process ends, well or not, and another one begins."""
+        """End the process, cleanly or not, and begin another one."""
         if crash:
             self._end_finalizers()
         for request in self.requests:
@@ -386,7 +386,7 @@ class World:
         self._close(crash=crash)
         if crash:
             self._stores = before
-        if self.knobs.shares.tenant is not None:  # what is above a quota is not kept
+        if self.knobs.shares.tenant is not None:  # blocks above a quota are not kept
             kept.clear()
         if not clean or self._errors() > errors:  # removals may not have reached the tiers
             kept.clear()
@@ -426,7 +426,7 @@ class World:
         arena.close()
 
     def dispose(self) -> None:
-        """Give back what the world has of the real one, whatever state it is in."""
+        """Give back the world's real resources in any state."""
         self._end_finalizers()
         if not self.loop.is_closed():
             try:
@@ -435,7 +435,7 @@ class World:
                 self.loop.close()
 
     def end(self) -> None:
-        """Everything gets well and comes to rest; then nothing may be left, or lost on the way."""
+        """Repair all tiers and let all work end; assert that nothing is left or lost."""
         for tier in self.tiers:
             tier.heal()
         while self.requests:
@@ -459,7 +459,7 @@ class World:
                 assert record is not None or tier.shared, "the index names what is not there"
         self._close(crash=False)
 
-    # ---- what must hold
+    # ---- invariants
 
     def _bytes(self, slot: Slot) -> bytes:
         return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])
@@ -495,7 +495,7 @@ class World:
                 assert not level.stats.errors, f"a call to {level.name} failed, which is well"
 
     def _check_slots(self) -> None:
-        """What somebody uses stays as it is, and nobody else gets it to write into."""
+        """Assert that used slots keep their bytes and are given to no other user."""
         writing = [slot for request in self.requests for slot in request.filled]
         assert len(writing) == len(set(writing)), "a slot was given out twice"
         for request in self.requests:

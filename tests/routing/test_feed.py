@@ -1,4 +1,4 @@
-"""Following engines: what they say comes into the index, whatever is lost on the way."""
+"""Following engines: the index gets their messages, whatever is lost on the way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def removed(number: int, **more: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """Publishes as vLLM does; loses what it is told to."""
+    """Publishes as vLLM does; drops messages on request."""
 
     def __init__(self, ports: list[int] | None = None, *, kept: int = 1000) -> None:
         self.ports = ports or free_ports(2)
@@ -75,11 +75,11 @@ class Engine:
         self.context.destroy(linger=0)
 
     async def heard(self) -> None:
-        """Wait until somebody listens."""
+        """Wait until there is a listener."""
         await self.pub.recv()
 
     async def tell(self, *events: dict[str, Any], lost: bool = False) -> None:
-        """Say something; to nobody if it is ``lost``, but it can be had again."""
+        """Publish a message; a ``lost`` one can only be replayed."""
         self.clock += 1.0
         await self.send(msgspec.msgpack.encode([self.clock, events, 0]), lost=lost)
 
@@ -122,11 +122,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def held(index: Index, *numbers: int) -> list[int]:
-    """Which of these blocks the engine holds."""
+    """Return which of these blocks the engine holds."""
     return [number for number in numbers if index.match([number, 0])]
 
 
-async def test_what_was_said_before_and_is_said_now() -> None:
+async def test_a_feed_applies_replayed_and_new_messages() -> None:
     index = Index()
     async with Engine() as engine:
         await engine.tell(stored(1), stored(2))
@@ -144,7 +144,7 @@ async def test_what_was_said_before_and_is_said_now() -> None:
 
 
 @pytest.mark.parametrize("replayed", [True, False])
-async def test_a_gap_is_filled_or_everything_is_forgotten(replayed: bool) -> None:
+async def test_a_gap_is_filled_by_a_replay_or_clears_the_engine(replayed: bool) -> None:
     index = Index()
     async with Engine(kept=1000 if replayed else 1) as engine, following(engine, index) as feed:
         await engine.heard()
@@ -157,7 +157,7 @@ async def test_a_gap_is_filled_or_everything_is_forgotten(replayed: bool) -> Non
         assert (feed.counts["gaps"], feed.counts["lost"]) == (1, 0 if replayed else 1)
 
 
-async def test_without_an_address_for_replays_a_gap_makes_it_forget() -> None:
+async def test_without_a_replay_address_a_gap_clears_the_engine() -> None:
     index = Index()
     async with Engine() as engine:
         await engine.tell(stored(0))
@@ -165,7 +165,7 @@ async def test_without_an_address_for_replays_a_gap_makes_it_forget() -> None:
             await engine.heard()
             await engine.tell(stored(1))
             await until(lambda: held(index, 1))
-            assert feed.counts["lost"] == 0  # of what was said before it listened
+            assert feed.counts["lost"] == 0  # of the messages before it listened
             await engine.tell(removed(1), lost=True)
             await engine.tell(stored(2))
             await until(lambda: held(index, 2))
@@ -186,7 +186,7 @@ async def test_a_replay_that_never_ends_is_given_up() -> None:
             assert (held(index, 1, 2), feed.counts["lost"]) == ([2], 1)
 
 
-async def test_an_engine_that_is_away_is_forgotten_after_a_while() -> None:
+async def test_an_unreachable_engine_is_forgotten_after_a_while() -> None:
     index = Index()
     async with Engine() as engine, following(engine, index, forget_s=0.05) as feed:
         await engine.tell(stored(1))
@@ -199,7 +199,7 @@ async def test_an_engine_that_is_away_is_forgotten_after_a_while() -> None:
             assert held(index, 1) == [1]
 
 
-async def test_one_that_comes_back_in_time_is_still_known() -> None:
+async def test_an_engine_that_reconnects_in_time_keeps_its_blocks() -> None:
     index = Index()
     async with Engine() as engine, following(engine, index) as feed:
         await engine.heard()
@@ -216,7 +216,7 @@ async def test_one_that_comes_back_in_time_is_still_known() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-async def test_another_process_at_its_address_begins_anew(count: int) -> None:
+async def test_a_new_process_at_an_engines_address_starts_without_blocks(count: int) -> None:
     index = Index()
     async with Engine() as engine, following(engine, index) as feed:
         await engine.heard()
@@ -244,7 +244,7 @@ async def test_another_process_at_its_address_begins_anew(count: int) -> None:
         b"\x92\x00\x91\x82\xa4type\xabBlockStored\xaaextra_keys" + b"\x91" * 5000 + b"\x90",
     ],
 )
-async def test_what_is_not_understood_is_counted_and_the_rest_goes_on(payload: bytes) -> None:
+async def test_unknown_messages_are_counted_and_the_rest_is_applied(payload: bytes) -> None:
     index = Index()
     async with Engine() as engine, following(engine, index) as feed:
         await engine.heard()
@@ -270,14 +270,14 @@ async def test_what_is_not_understood_is_counted_and_the_rest_goes_on(payload: b
         [b"", END, b"the end of a replay that nobody asked for"],
     ],
 )  # fmt: skip
-async def test_frames_that_no_engine_sends_are_ignored(frames: list[bytes]) -> None:
+async def test_malformed_frames_are_ignored(frames: list[bytes]) -> None:
     index = Index()
     async with Engine() as engine, following(engine, index) as feed:
         await engine.heard()
         await engine.tell(stored(1))
         await until(lambda: held(index, 1))
         await engine.pub.send_multipart(frames)
-        if END not in frames:  # which ends a replay, whatever comes then
+        if END not in frames:  # it ends a replay in any case
             engine.answer_first = [b"", *frames]
         await engine.tell(stored(2), lost=True)
         await engine.tell(stored(3))
@@ -297,7 +297,7 @@ async def test_a_message_that_is_too_large_costs_this_engine_its_blocks() -> Non
         await engine.tell(stored(1))
         await until(lambda: held(index, 1))
         await engine.tell(stored(2, token_ids=[2, 0] * 10_000))
-        await until(lambda: engine.asked == 2 and feed.connected.is_set())  # it was let go of
+        await until(lambda: engine.asked == 2 and feed.connected.is_set())  # it was dropped
         await engine.tell(stored(3))
         await until(lambda: held(index, 3))
         assert held(index, 2) == []
@@ -352,7 +352,7 @@ async def test_groups_of_windows_and_states_do_not_count() -> None:
         ({"extra_keys": [[["image", 0]]]}, {"extra": {0: [["image", 0]]}}),
     ],
 )  # fmt: skip
-async def test_salts_and_adapters_of_both_engines(
+async def test_salts_and_adapters_of_both_engines_are_understood(
     event: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     index = Index()
@@ -364,7 +364,7 @@ async def test_salts_and_adapters_of_both_engines(
         assert index.match([1, 0]) == []
 
 
-async def test_levels_of_a_cache_are_told_apart() -> None:
+async def test_levels_of_a_cache_are_kept_apart() -> None:
     index = Index()
     async with Engine() as engine, following(engine, index):
         await engine.heard()
@@ -377,7 +377,7 @@ async def test_levels_of_a_cache_are_told_apart() -> None:
         await until(lambda: index.match([1, 0])[0].levels == {"STORAGE/files": 1})
 
 
-async def test_our_own_publisher(tmp_path: Any) -> None:
+async def test_a_feed_follows_kvladders_own_publisher(tmp_path: Any) -> None:
     index, ports = Index(), free_ports(2)
     publish, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
     source = {

@@ -1,4 +1,4 @@
-"""The index of who holds what, against a dictionary; and what it takes."""
+"""The index of the engines' blocks, against a dictionary; and its memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def tokens(prompt: list[int]) -> list[int]:
 
 
 def hashes(engine: str, prompt: list[int]) -> list[bytes]:
-    """Of each block; engines hash in ways of their own."""
+    """Return the hash of each block; engines hash in different ways."""
     return [f"{engine}{prompt[: n + 1]}".encode() for n in range(len(prompt))]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Engines tell what they hold; a dictionary is told the same."""
+    """Engines report their blocks to the index and to a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def fill(index: Index, engine: str, count: int, level: str = "GPU") -> None:
         index.stored(engine, level, [number], tokens=[number, 1], block_size=2)
 
 
-def test_many_rows_come_and_go() -> None:
+def test_the_index_stays_consistent_while_many_rows_change() -> None:
     index = Index()
     fill(index, "a", 3000)
     fill(index, "b", 3000)
@@ -115,7 +115,7 @@ def test_many_rows_come_and_go() -> None:
     assert index.match([5, 1]) == [Match("a", 2, {"GPU": 1})]
 
 
-def test_hotter_engines_come_first_and_longer_ones_before() -> None:
+def test_longer_matches_come_first_and_then_hotter_ones() -> None:
     index = Index()
     fill(index, "cold", 1, "STORAGE")
     fill(index, "hot", 1)
@@ -134,7 +134,7 @@ def test_engines_with_other_block_sizes_are_compared_by_tokens() -> None:
 @pytest.mark.parametrize(
     "other", [{"salt": "s"}, {"lora": "l"}, {"extra": {0: [["image", 3]]}}, {"extra": {1: ["x"]}}]
 )
-def test_salts_adapters_and_images_are_other_content(other: dict[str, Any]) -> None:
+def test_salts_adapters_and_images_change_the_content(other: dict[str, Any]) -> None:
     index = Index()
     index.stored("plain", "GPU", [1, 2], tokens=range(4), block_size=2)
     more = dict(other)
@@ -148,7 +148,7 @@ def test_salts_adapters_and_images_are_other_content(other: dict[str, Any]) -> N
     assert {m.engine for m in index.match(list(range(4)))} >= {"plain"}
 
 
-def test_blocks_without_tokens_are_matched_once_they_are_told() -> None:
+def test_blocks_without_tokens_match_once_their_tokens_are_known() -> None:
     index = Index()
     index.stored("a", "STORAGE/disk", [b"1", b"2"])
     assert (index.unplaced, index.match([0, 1])) == (2, [])
@@ -158,8 +158,8 @@ def test_blocks_without_tokens_are_matched_once_they_are_told() -> None:
     index.check()
 
 
-def test_hashes_of_engines_do_not_cancel_out() -> None:
-    """With the engine's number as the digest's seed these two were one."""
+def test_equal_hashes_of_two_engines_stay_two_rows() -> None:
+    """With the engine's number as the digest's seed these two collided."""
     index = Index()
     index.stored("another", "GPU", [])
     index.stored("c", "GPU", [b"c[0, 0, 0, 1, 1]"])
@@ -167,7 +167,7 @@ def test_hashes_of_engines_do_not_cancel_out() -> None:
     assert index.rows == 2
 
 
-def test_what_is_told_again_with_less_keeps_its_place() -> None:
+def test_a_block_reported_again_with_less_detail_keeps_its_place() -> None:
     index = Index()
     index.stored("a", "GPU", [b"1"], tokens=[0, 1], block_size=2, extra={0: ["salt"]})
     index.stored("a", "CPU", [b"1"], tokens=[0, 1], block_size=2)
@@ -175,7 +175,7 @@ def test_what_is_told_again_with_less_keeps_its_place() -> None:
     assert index.match([0, 1]) == []
 
 
-def test_a_block_whose_parent_nobody_told_is_not_matched() -> None:
+def test_a_block_with_an_unknown_parent_is_not_matched() -> None:
     index = Index()
     index.stored("a", "GPU", [b"2"], parent=b"1", tokens=[2, 3], block_size=2)
     assert (index.match([2, 3]), index.unplaced) == ([], 1)
@@ -188,16 +188,16 @@ def test_a_block_whose_parent_nobody_told_is_not_matched() -> None:
         ({"tokens": [1, -2], "block_size": 2}, "token ids are integers in 0 .. 2"),
     ],
 )
-def test_what_cannot_be_is_refused(told: dict[str, Any], said: str) -> None:
+def test_inconsistent_blocks_are_refused(told: dict[str, Any], said: str) -> None:
     index = Index()
     with pytest.raises(ValueError, match=said.replace("*", ".")):
         index.stored("a", "GPU", [b"1"], **told)
     assert index.rows == 0
 
 
-def test_what_one_engine_invents_takes_nothing_from_the_others() -> None:
+def test_one_engine_cannot_exhaust_the_room_of_the_others() -> None:
     index = Index(blocks_max=20)
-    for number in range(10):  # beside the levels that are known
+    for number in range(10):  # in addition to the known levels
         index.stored("a", f"level {number}", [1])
     with pytest.raises(ValueError, match="one more: a has 16 levels"):
         index.stored("a", "one more", [1])
@@ -222,7 +222,7 @@ def test_what_one_engine_invents_takes_nothing_from_the_others() -> None:
     assert index.match([8, 9]) == [Match("a", 2, {"one more": 1})]
 
 
-def test_the_number_of_an_engine_that_was_forgotten_is_used_again() -> None:
+def test_the_number_of_a_forgotten_engine_is_reused() -> None:
     index = Index()
     for number in range(3):
         fill(index, f"engine {number}", 1)
@@ -232,7 +232,7 @@ def test_the_number_of_an_engine_that_was_forgotten_is_used_again() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
-def test_names_chain(prompt: list[int], size: int) -> None:
+def test_names_chain_from_their_parent(prompt: list[int], size: int) -> None:
     whole = names(prompt, size)
     cut = len(whole) // 2
     assert whole[:cut] == names(prompt[: cut * size], size)
@@ -240,7 +240,7 @@ def test_names_chain(prompt: list[int], size: int) -> None:
         assert whole[cut:] == names(prompt[cut * size :], size, parent=whole[cut - 1])
 
 
-def test_it_takes_what_it_says() -> None:
+def test_the_index_takes_36_bytes_a_block() -> None:
     index = Index()
     fill(index, "a", 1 << 14)
     chains = (index._by_name, index._by_hash)
@@ -248,7 +248,7 @@ def test_it_takes_what_it_says() -> None:
     assert sum(column.nbytes for column in columns) == 36 * (1 << 14)
 
 
-def test_what_follows_a_block_without_tokens_waits_until_its_own_are_told_behind_it() -> None:
+def test_a_follower_of_a_block_without_tokens_matches_once_reported_again() -> None:
     index = Index()
     index.stored("one", "CPU", [b"a"])
     index.stored("one", "GPU", [b"b"], parent=b"a", tokens=[2, 3], block_size=2)

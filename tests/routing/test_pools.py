@@ -1,4 +1,4 @@
-"""Engines on block pools publish what their devices hold: two of them, two feeds, one index."""
+"""Two engines on block pools publish the blocks on their devices: two feeds, one index."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ async def comes(
     index: Index, prompt: list[int], what: tuple[str, int, tuple[str, ...]] | None
 ) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while best(index, prompt) != what:  # noqa: ASYNC110 - nobody tells
+        while best(index, prompt) != what:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
 @pytest.mark.real
 @pytest.mark.slow
-async def test_the_engine_that_holds_a_prompt_is_found_wherever_it_holds_it() -> None:
+async def test_an_engine_is_found_at_whichever_level_it_holds_a_prompt() -> None:
     index = Index()
     a, b = Served(index, "a"), Served(index, "b")
     feeds = [asyncio.create_task(one.feed.run()) for one in (a, b)]
@@ -102,7 +102,7 @@ async def test_the_engine_that_holds_a_prompt_is_found_wherever_it_holds_it() ->
             one.pooled.close()
 
 
-async def test_what_tiers_held_before_is_told_again_when_a_pool_learns_what_is_in_it() -> None:
+async def test_blocks_in_tiers_are_announced_again_once_a_pool_knows_their_tokens() -> None:
     told = OnDevice(0, 2)
     async with cache_of() as cache:
         messages = Messages(cache.stack, 2, told)

@@ -1,4 +1,4 @@
-"""The examples that stand between clients and engines: what passes them."""
+"""The example proxies between clients and engines: the requests that pass through them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(name: str) -> Any:
 
 @asynccontextmanager
 async def serving(app: web.Application) -> AsyncIterator[str]:
-    """Where an application is served meanwhile."""
+    """Serve an application within the context."""
     runner = web.AppRunner(app)
     await runner.setup()
     try:
@@ -77,7 +77,7 @@ def in_front(name: str, where: str, first: str = "") -> tuple[Any, Any]:
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["prefill_decode.py", "router.py"])
-async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
+async def test_proxies_pass_long_prompts_and_slow_answers(name: str) -> None:
     async with engine(counts) as where:
         example, one = in_front(name, where)
         async with serving(example.application(one)) as front:
@@ -93,7 +93,7 @@ async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
         ("prefill_decode.py", "--prefill a --decode b", "prefills on a, decodes on b"),
     ],
 )
-def test_an_example_says_where_it_serves_and_what(
+def test_an_example_prints_where_and_what_it_serves(
     name: str,
     arguments: str,
     says: str,
@@ -109,7 +109,7 @@ def test_an_example_says_where_it_serves_and_what(
 
 @pytest.mark.slow
 @pytest.mark.real
-async def test_a_prompt_that_takes_too_long_is_computed_by_the_other(
+async def test_a_prompt_beyond_the_timeout_is_computed_by_the_other_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = asyncio.Event()

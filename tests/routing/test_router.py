@@ -1,4 +1,4 @@
-"""The example's router and engines that come and go."""
+"""The example's router, with engines that appear and disappear."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ async def chosen(router: Any, wanted: set[str]) -> None:
         return {router.choose({"prompt": [1, 2, 3]})[0] for _ in range(8)}
 
     async with asyncio.timeout(PATIENCE_S):
-        while found() != wanted:  # noqa: ASYNC110 - nobody tells
+        while found() != wanted:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.real
-async def test_an_engine_that_is_away_is_not_chosen(tmp_path: Path) -> None:
+async def test_an_unreachable_engine_is_not_chosen(tmp_path: Path) -> None:
     example = load()
     addresses = {name: f"ipc://{tmp_path}/{name[-1]}" for name in NAMES}
     router = example.Router(
         [example.Engine(name, addresses[name], addresses[name] + "r") for name in NAMES]
     )
     for feed in router._feeds.values():
-        feed._replay = None  # nobody answers there
+        feed._replay = None  # no server answers there
     with zmq.Context() as context:
         publishers = {name: context.socket(zmq.PUB) for name in NAMES}
         running = router.run(None)

@@ -12,7 +12,7 @@ OUTPUTS = {"q_proj": 256, "v_proj": 128}
 
 
 def make(directory: Path, seed: int) -> None:
-    """Save it; so large that it changes what the model says, and its keys and values."""
+    """Save an adapter large enough to change the model's answers, keys and values."""
     numbers = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(LAYERS):

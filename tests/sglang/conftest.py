@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where everything lies."""
+    """Return the folder of all files."""
     prepare(tmp_path)
     return tmp_path
 
@@ -36,7 +36,7 @@ def models(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def adapters(folder: Path) -> dict[str, Any]:
-    """What an engine is told of two adapters."""
+    """Return the engine's settings for two adapters."""
     names = ("one", "two")
     run(folder, str(HERE / "adapter.py"), *(str(folder / name) for name in names))
     paths = [f"{name}={folder / name}" for name in names]

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own: does what it is told on its input, a line of JSON each.
+"""A real engine in its own process, driven by lines of JSON on its input.
 
 ``python driver.py ARGUMENTS``, in JSON; its replies are lines that begin with ``REPLY``.
 """
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def prompt(first: int, tokens: int) -> list[int]:
-    """A prompt that its first number tells from others."""
+    """Return a prompt that differs from others in its first number."""
     value, out = first, []
     for _ in range(tokens):
         value = (value * 1103515245 + 12345) % 2**31
@@ -27,7 +27,7 @@ def prompt(first: int, tokens: int) -> list[int]:
 
 
 def answer(found: dict[str, Any]) -> dict[str, Any]:
-    """What tests want to know of what SGLang says."""
+    """Return the parts of SGLang's answer that tests use."""
     meta = found["meta_info"]
     details = meta.get("cached_tokens_details") or {}
     return {
@@ -39,7 +39,7 @@ def answer(found: dict[str, Any]) -> dict[str, Any]:
 
 
 class Driver:
-    """The engine, and what may be asked of it."""
+    """The engine and its commands."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import sglang
@@ -53,7 +53,7 @@ class Driver:
     async def _one(
         self, first: int, tokens: int, new: int = 8, more: int = 0, **options: Any
     ) -> dict[str, Any]:
-        """Answer a prompt; ``more`` tokens of another one follow it."""
+        """Answer a prompt; ``more`` tokens of another prompt follow it."""
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         asked = prompt(first, tokens) + prompt(first + 1000, more)
         return answer(
@@ -94,7 +94,7 @@ class Driver:
     def attach(
         self, extra: dict[str, Any], policy: str | None = None, backend: str = "dynamic"
     ) -> str:
-        """Have another storage; empty if that worked, else why not. ``policy`` is of writes."""
+        """Attach another storage; return the error, if any. ``policy`` is that of writes."""
         attach = self._engine.tokenizer_manager.attach_hicache_storage
         return self._patiently(
             lambda: attach(
@@ -131,7 +131,7 @@ class Driver:
         return "" if done else message
 
     def readapt(self, adapter: str, path: str) -> str:
-        """Load an adapter anew, from where it lay before."""
+        """Reload an adapter from its old path."""
         for found in (
             self._engine.unload_lora_adapter(adapter),
             self._engine.load_lora_adapter(adapter, path),
@@ -141,7 +141,7 @@ class Driver:
         return ""
 
     def clear(self) -> None:
-        """Forget what is stored."""
+        """Forget all stored pages."""
         self._run(self._engine.tokenizer_manager.clear_hicache_storage())
 
 
@@ -149,7 +149,7 @@ def main() -> None:
     """Serve until the input ends."""
     arguments = json.loads(sys.argv[1])
     if arguments.get("dp_size", 1) == 1:  # replicas are begun by threads: a fork would lose some
-        # Processes of the engine are forked; SGLang has each import everything anew.
+        # Processes of the engine are forked; SGLang makes each import everything again.
         multiprocessing.set_start_method = lambda *_, **__: None
     driver = Driver(arguments)
     print("REPLY null", flush=True)

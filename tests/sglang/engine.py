@@ -26,12 +26,12 @@ from tests.sglang.driver import answer, prompt
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SGLANG = Path(os.environ.get("KVLADDER_SGLANG", Path(sys.prefix) / "sglang"))
-"""SGLang and what it needs beside vLLM's packages; ``.ci/venv`` puts it there."""
+"""SGLang and its requirements beside vLLM's packages; ``.ci/venv`` installs them there."""
 COMPILED = SGLANG / "compiled" / sha256(str(SGLANG).encode()).hexdigest()[:8]
-"""SGLang's hash. Whoever finds it by another path compiles it anew, and holds up all others."""
+"""SGLang's hash. A process that finds it by another path compiles it again and delays others."""
 PAGE = 64
 ADMIN = "admin"
-"""A server wants a key from those who attach and detach its storage."""
+"""The key that a server requires to attach and detach its storage."""
 SMALL = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
     "disable_overlap_schedule": True, "skip_tokenizer_init": True, "page_size": PAGE,
@@ -57,7 +57,7 @@ PLUGINS = {
 
 
 def plugged(folder: Path) -> Path:
-    """A folder that makes the kit's plug-ins known to whoever has it on its path."""
+    """Return a folder that, on the path, makes the kit's plug-ins known."""
     info = folder / "kvladder_sglang_kit-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvladder-sglang-kit\nVersion: 0\n")
@@ -67,7 +67,7 @@ def plugged(folder: Path) -> Path:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """What a process with SGLang is told."""
+    """Return the environment of a process with SGLang."""
     own = [
         SGLANG,
         HERE / "kit",
@@ -120,10 +120,10 @@ def prepare(folder: Path) -> None:
 
 
 def remove_abandoned(compiled: Path) -> None:
-    """Remove PyTorch's locks of processes that were killed: all others would wait for ever."""
+    """Remove PyTorch's locks of killed processes: all others would wait for ever."""
     abandoned = {lock.resolve() for lock in compiled.glob("*/lock")}
     for file in Path("/proc").glob("[0-9]*/fd/*") if abandoned else ():
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or its id belongs to another process
             abandoned.discard(file.readlink())
     for lock in abandoned:
         lock.unlink(missing_ok=True)
@@ -136,18 +136,18 @@ def make_model(folder: Path, path: Path, seed: int, kind: str = "llama") -> Path
 
 
 class Answer(NamedTuple):
-    """What came of a prompt."""
+    """The result of a prompt."""
 
     ids: list[int]
     cached: int
     """Tokens that were not computed."""
     storage: int
-    """Those of them that came from kvladder."""
+    """The cached tokens that came from kvladder."""
     reason: str | None
 
 
 class Engine:
-    """One engine and its processes; ``folder`` is where its log and its sockets lie."""
+    """One engine and its processes; ``folder`` holds its log and its sockets."""
 
     def __init__(self, folder: Path, model: Path, extra: dict[str, Any], **settings: Any) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Engine:
             raise
 
     def _begin(self, command: Sequence[str], *, replies: bool = True) -> None:
-        """Start it; what it prints are replies, or are logged."""
+        """Start the process; its output lines are replies, or are logged."""
         self._ended = False
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
@@ -194,12 +194,12 @@ class Engine:
         return Answer(**self.do("generate", first=first, tokens=tokens, **options))
 
     def again(self, first: int, tokens: int, **options: Any) -> Answer:
-        """Answer it with empty pools: what is cached comes from kvladder."""
+        """Answer a prompt with empty pools, so that cached tokens come from kvladder."""
         self.do("flush")
         return self.generate(first, tokens, **options)
 
     def memory(self) -> int:
-        """Bytes that its processes hold in memory, but for what lies in files."""
+        """Return the bytes that its processes hold in memory, except for files."""
         held = 0
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
@@ -209,13 +209,13 @@ class Engine:
         return held << 10
 
     def stats(self) -> dict[str, Any]:
-        """What kvladder counts."""
+        """Return kvladder's counters."""
         path = self.folder / "kv.sock"
         found: dict[str, Any] = ask(path, {"command": "stats"}, timeout_s=PATIENCE_S)
         return found
 
     def stored(self, level: str, blocks: int) -> None:
-        """Wait until a level holds exactly so many blocks."""
+        """Wait until a level holds exactly this number of blocks."""
 
         def are_there() -> bool:
             held = self.stats()[level]["blocks"]
@@ -234,9 +234,9 @@ class Engine:
 
 
 class Server(Engine):
-    """A server that was started by the command of docs/how-to/sglang.md, and is asked over HTTP.
+    """A server started by the command of docs/how-to/sglang.md, and used over HTTP.
 
-    What stands in capitals there is ``model``; behind it comes what a CPU needs, and ``more``.
+    ``model`` replaces the word in capitals; the arguments that a CPU needs and ``more`` follow.
     """
 
     def __init__(self, folder: Path, model: Path, **more: Any) -> None:  # no super: another way in
@@ -255,7 +255,7 @@ class Server(Engine):
             raise
 
     def _answers(self) -> bool:
-        """Whether it has started."""
+        """Return whether it has started."""
         assert self._process.poll() is None, self.log.read_text()[-6000:]
         try:
             self._ask("GET", "/health")
@@ -264,7 +264,7 @@ class Server(Engine):
         return True
 
     def _ask(self, method: str, path: str, told: dict[str, Any] | None = None) -> bytes:
-        """What it says; raises OSError if that is an error, or it does not listen yet."""
+        """Return its answer; raise OSError if it is an error, or the server does not listen yet."""
         request = Request(
             self._url + path,
             data=None if told is None else json.dumps(told).encode(),
@@ -276,7 +276,7 @@ class Server(Engine):
             return found
 
     def do(self, name: str, **asked: Any) -> Any:
-        """What the driver does, over HTTP."""
+        """Execute a command of the driver over HTTP."""
         return getattr(self, f"_{name}")(**asked)
 
     def _generate(self, first: int, tokens: int, **options: Any) -> dict[str, Any]:
@@ -327,12 +327,12 @@ def documented_command() -> list[str]:
 
 
 def flag(name: str) -> str:
-    """How a setting of SGLang's is called on a command line."""
+    """Return the command-line name of a setting of SGLang."""
     return "--" + name.replace("_", "-")
 
 
 def flags(given: dict[str, Any]) -> list[str]:
-    """Settings as a command line has them; what is True is a switch."""
+    """Return settings as command-line arguments; True becomes a switch."""
     words: list[str] = []
     for name, value in given.items():
         several = value if isinstance(value, list) else [] if value is True else [value]

@@ -1,6 +1,6 @@
-"""Random requests to an engine, some given up, while its tier fails and its storage comes and goes.
+"""Random requests to an engine, some aborted, while its tier fails and its storage is reattached.
 
-Every answer is compared with what the engine says without a storage.
+Every answer is compared with the engine's answer without a storage.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ PROMPTS = [
     for first in range(100, 104)
     for tokens, more in ((700, 0), (1500, 0), (1500, 300))
 ]
-"""Of each first number they begin alike."""
+"""Prompts; those with the same first number have the same beginning."""
 FAILS = "0.3"
-"""So many calls of the tier raise."""
+"""The share of the tier's calls that raise."""
 WARM = 0.3
 """After so much of the time nothing is touched for the first time."""
 SAMPLES_MIN = 3
-"""Of memory, to say whether it grows."""
+"""The number of memory samples needed to tell growth."""
 
 
 class Soak:
-    """What is done to an engine, whose storage is attached with ``extra``, and what came of it."""
+    """The actions on an engine with ``extra`` for its storage, and their results."""
 
     def __init__(self, engine: Engine, extra: dict[str, Any], *, seed: int = 0) -> None:
         self._engine = engine
@@ -45,8 +45,9 @@ class Soak:
         self._said = [one["ids"] for one in said]
 
     def run(self, seconds: float) -> None:
-        """Go on for so long, and until it has shown something; leaves the storage attached and the
-        tier in order.
+        """Run this long, and until enough has happened.
+
+        Leaves the storage attached and the tier working.
         """
         self._attach()
         ways: list[tuple[Callable[[], None], int]] = [
@@ -69,7 +70,7 @@ class Soak:
 
     @property
     def memory_grew(self) -> int:
-        """By how many bytes, from the middle of the time to its end."""
+        """Return by how many bytes memory grew, from the middle of the time to its end."""
         third = max(1, len(self.memory) // 3)
         return max(self.memory[-third:]) - max(self.memory[:third])
 
@@ -79,7 +80,7 @@ class Soak:
         return f"{told}; MiB held: {begin} at first, {end} in the end"
 
     def _ask(self) -> None:
-        """Up to four prompts at once, some of them valued, some of somebody's own."""
+        """Send up to four prompts at once, some with priorities, some with a salt."""
         chosen = self._random.sample(range(len(PROMPTS)), self._random.randint(1, 4))
         asked = [{**PROMPTS[at], **self._random.choice(OPTIONS)} for at in chosen]
         for at, found in zip(chosen, self._engine.do("together", prompts=asked), strict=True):

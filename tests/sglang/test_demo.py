@@ -1,4 +1,4 @@
-"""What ``make demo-sglang`` shows is true."""
+"""The claims of ``make demo-sglang`` are true."""
 
 from __future__ import annotations
 

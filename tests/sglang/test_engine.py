@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU with kvladder below it: an engine, then a server as its page says."""
+"""A real SGLang on the CPU with kvladder below it: an engine, then a server as on its page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POOLS_BYTES = 3 * 8192 * PAGE_BYTES // PAGE
 
 
 def whole(tokens: int) -> int:
-    """How many tokens of a prompt may be cached: the last one is always computed."""
+    """Return how many tokens of a prompt may be cached: the last one is always computed."""
     return (tokens - 1) // PAGE * PAGE
 
 
@@ -34,7 +34,7 @@ HASTY = {"timeout": "2 s", "breaker": {"failures": 2, "retry": "1 s", "retry_max
 def stack(
     folder: Path, place: str = "kv", level: Mapping[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """What the engine is told; the arena has fewer slots than SGLang reads at once."""
+    """Return the engine's settings; the arena has fewer slots than SGLang reads at once."""
     return {
         "arena": {"size": "12 MiB"},
         "control": {"path": str(folder / "kv.sock")},
@@ -55,13 +55,13 @@ def stack(
 
 
 def served(engine: Engine, first: int, tokens: int, like: Answer, **options: Any) -> None:
-    """A prompt is answered as before, and all of it that can be comes from kvladder."""
+    """Check that a prompt's answer is as before, with all possible tokens from kvladder."""
     found = engine.again(first, tokens, **options)
     assert (found.ids, found.storage) == (like.ids, whole(tokens))
 
 
 def in_the_end(engine: Engine, like: Answer) -> None:
-    """All of the long prompt comes from kvladder again, after some time."""
+    """Wait until all of the long prompt comes from kvladder again."""
 
     def comes() -> bool:
         found = engine.again(1, LONG)
@@ -72,7 +72,7 @@ def in_the_end(engine: Engine, like: Answer) -> None:
 
 
 def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
-    """Whole prompts come back, by the rules of priorities and salts."""
+    """Check that whole prompts come back, by the rules of priorities and salts."""
     long = engine.generate(1, LONG)
     assert long.cached == 0
     engine.stored("nvme", 23)
@@ -107,7 +107,7 @@ def many_at_once(engine: Engine, long: Answer) -> None:
     assert [one.ids for one in found[::2]] == [long.ids] * 2
     assert found[1].ids == found[3].ids
     assert all(one.cached >= whole(LONG) for one in found)
-    for after_s in (0.0, 0.05, 0.3):  # in the queue, while its pages come, while it answers
+    for after_s in (0.0, 0.05, 0.3):  # in the queue, during its loads, and during its answer
         assert engine.do("abort", after_s=after_s, first=7, tokens=2000, new=1000) == "abort"
         engine.do("flush")
         assert engine.do("abort", after_s=after_s, first=1, tokens=LONG, new=1000) == "abort"
@@ -137,9 +137,9 @@ def hang(engine: Engine, long: Answer) -> None:
 
 
 def detach_and_attach(engine: Engine, long: Answer, model: Path, other: Path) -> None:
-    """Without storage there are no hits; another one finds what the first has left.
+    """Without storage there are no hits; a new storage finds the pages of the first.
 
-    So it does where files were replaced since the engine has read them: its weights are the same.
+    It does so even if the engine's files were replaced since: its weights are the same.
     """
     assert engine.do("detach") == ""
     assert engine.again(1, LONG) == long._replace(cached=0, storage=0)
@@ -167,7 +167,7 @@ def adapt(engine: Engine) -> Answer:
 
 
 def readapt(engine: Engine, stored: int) -> None:
-    """An adapter that is loaded anew, with other weights at its path, has pages of its own."""
+    """An adapter reloaded with other weights at its path has pages of its own."""
     one, two = (engine.generate(31, SHORT, lora_path=name) for name in ("one", "two"))
     assert one.ids != two.ids
     engine.stored("nvme", stored + 22)
@@ -182,7 +182,7 @@ def readapt(engine: Engine, stored: int) -> None:
 
 
 def write_policies(engine: Engine) -> None:
-    """Pages are stored when SGLang says so: of what is asked again, or of what it evicts."""
+    """Pages are stored when SGLang asks for it: on their second use, or on eviction."""
     for_some, for_evicted = "write_through_selective", "write_back"
     attach(engine, stack(engine.folder, for_some), policy=for_some)
     asked = engine.generate(8, SHORT)
@@ -203,7 +203,7 @@ def write_policies(engine: Engine) -> None:
 
 
 def soak(engine: Engine) -> None:
-    """Random requests; ``KVLADDER_SGLANG_SOAK`` says for how many seconds."""
+    """Send random requests for ``KVLADDER_SGLANG_SOAK`` seconds."""
     found = Soak(engine, {**OURS, **stack(engine.folder, "soak", HASTY)})
     found.run(float(os.environ.get("KVLADDER_SGLANG_SOAK", "20")))
     print(found)
@@ -235,7 +235,7 @@ def find_and_mend(engine: Engine, known: dict[int, Answer]) -> None:
 
 
 def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
-    """Weights that are changed in the engine have pages of their own, after a flush.
+    """Weights changed in the engine have pages of their own after a flush.
 
     SGLang does not flush its cache here, as trainers ask it to.
     """
@@ -253,7 +253,7 @@ def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
 
 
 def other_weights(engine: Engine, model: Path, other: Answer) -> None:
-    """Pages are those of the weights in memory, whichever way these have come there."""
+    """Pages are named by the weights in memory, however these were loaded."""
     assert engine.do("update", path=str(model)) == ""
     found = engine.generate(1, LONG)
     assert (found.cached, found.ids) == (0, other.ids)
@@ -263,14 +263,14 @@ def other_weights(engine: Engine, model: Path, other: Answer) -> None:
 
 
 def small_pools(engine: Engine, known: dict[int, Answer]) -> None:
-    """What SGLang's own pools are too small for comes from kvladder."""
+    """Pages that do not fit SGLang's own pools come from kvladder."""
     for other in (5, 6, 9, 10, 5):
         engine.generate(other, LONG)
     found = engine.generate(1, LONG)
     assert (found.ids, found.storage) == (known[1].ids, whole(LONG))
 
 
-def test_an_engines_life(
+def test_an_engine_serves_through_its_whole_life(
     start: Callable[..., Engine],
     serve: Callable[..., Server],
     folder: Path,

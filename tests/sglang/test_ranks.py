@@ -22,7 +22,7 @@ RANKS: dict[str, dict[str, Any]] = {"tensor": {"tp_size": 2}, "data": {"dp_size"
 @pytest.fixture
 def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
     """One of each kind; they start together, since that takes long."""
-    cores = islice(cycle(sorted(os.sched_getaffinity(0))), 2)  # each rank has to be told one
+    cores = islice(cycle(sorted(os.sched_getaffinity(0))), 2)  # each rank must get one
     model = make_model(folder, folder / "model", 0)
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
 
@@ -39,7 +39,7 @@ def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def shares(engine: Engine) -> None:
-    """One rank owns the stack, and one directory holds what all of them have."""
+    """One rank owns the stack, and one directory holds the pages of all ranks."""
     log = engine.log.read_text()
     assert log.count("kvladder is ready: a block is 64 tokens") == 1
     assert log.count("kvladder is ready: this rank uses the stack of another one") == 1

@@ -1,4 +1,4 @@
-"""Whoever replays what the announcer says knows each level's index, whatever happens."""
+"""A listener that replays the announcer's events knows each level's index at all times."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.stack.caches import COMMIT, cache_of, flushed
 
 
 class Listener:
-    """Replays what is announced, and calls each block by the name that it has when it is stored."""
+    """Replays the events, and calls each block by the name under which it is stored."""
 
     def __init__(self, cache: SimCache) -> None:
         self.indexes = cache.stack.indexes
         self.announcer = Announcer(cache.stack)
         self.repeated = False
         self.naming = 0
-        """How often all names have changed."""
+        """The number of changes of all names."""
         self.heard: dict[str, dict[BlockKey, int]] = {name: {} for name in self.indexes}
 
     def rename(self) -> None:
@@ -53,13 +53,13 @@ class Listener:
             assert self.heard == now
 
     def listen_to_all(self) -> None:
-        """Until there is nothing more to say."""
+        """Listen until there are no more events."""
         while self.announcer.pending:
             self.listen()
 
 
 class AnnouncedWorld(World):
-    """Somebody listens now and then, so that a small buffer overflows in between."""
+    """A world with an occasional listener, so that a small buffer overflows in between."""
 
     overflows: ClassVar[Counter[bool]] = Counter()
 
@@ -71,7 +71,7 @@ class AnnouncedWorld(World):
         self.chance = Random(self._seed)
 
     def _replay(self) -> None:
-        if self.chance.random() < 0.02:  # all is cleared, and some take it to be about others
+        if self.chance.random() < 0.02:  # announce all again; only some listeners clear
             self.listener.announcer.repeat()
             self.listener.repeated = True
             if self._seed % 2:
@@ -90,7 +90,7 @@ class AnnouncedWorld(World):
 
 
 @pytest.mark.slow
-def test_replaying_gives_each_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_events_give_the_index_of_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "World", AnnouncedWorld)
     monkeypatch.setattr(module, "COMPARE_MAX", 2)
     for seed in range(40):
@@ -98,7 +98,7 @@ def test_replaying_gives_each_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(AnnouncedWorld.overflows.values()) > 100, "with overflows and without"
 
 
-async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -> None:
+async def test_recovered_blocks_are_announced_at_the_start_and_on_a_repeat() -> None:
     store = await flushed((1, 2, 3))
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
         listener = Listener(cache)
@@ -120,7 +120,7 @@ async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -
         }
 
 
-async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
+async def test_after_an_overflow_only_the_differences_are_announced() -> None:
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
         listener.listen_to_all()
@@ -141,7 +141,7 @@ async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
 async def test_other_names_are_announced_by_removals_under_the_old_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes and goes meanwhile is told by the name that it has then."""
+    """Blocks that come and go meanwhile are announced by their names at that time."""
     monkeypatch.setattr(module, "COMPARE_MAX", 2)
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
@@ -163,7 +163,7 @@ async def test_other_names_are_announced_by_removals_under_the_old_ones(
         assert listener.heard == {"host": dict.fromkeys(left, 1)}
 
 
-async def test_names_that_change_before_anything_has_one_cost_no_removal_later() -> None:
+async def test_names_changed_before_any_block_is_announced_cause_no_removal() -> None:
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
         listener.rename()

@@ -1,4 +1,4 @@
-"""A seed is all there is to a world: no address, hash or clock of the machine comes into it."""
+"""A seed alone determines a world: no address, hash or clock of the machine has an effect."""
 
 from __future__ import annotations
 

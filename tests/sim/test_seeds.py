@@ -1,6 +1,6 @@
-"""Simulated worlds: seeds that once found something, and a fresh stretch of others.
+"""Simulated worlds: seeds that once found a fault, and a fresh range of others.
 
-Each line below is a seed and what its world found when it was first run.
+Each line below is a seed and the fault that its world found at first.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SEEDS = [int(line.split()[0]) for line in FOUND.strip().splitlines()]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_worlds_that_found_something(seed: int) -> None:
+def test_worlds_that_once_found_a_fault_pass(seed: int) -> None:
     soak.run_world(seed)
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_in_other_worlds() -> None:
+def test_other_worlds_run_ten_thousand_steps() -> None:
     worlds = [soak.run_world(seed) for seed in range(50_000, 50_050)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}, "they reach every level"
 
 
 @pytest.mark.slow
-def test_five_thousand_steps_in_worlds_with_codecs() -> None:
+def test_worlds_with_codecs_run_five_thousand_steps() -> None:
     worlds = [soak.run_world(seed, kind="coded") for seed in range(60_000, 60_025)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) >= {"host", "level1", "level2"}
@@ -49,7 +49,7 @@ def test_five_thousand_steps_in_worlds_with_codecs() -> None:
 
 
 @pytest.mark.slow
-def test_five_thousand_steps_in_worlds_with_a_tier_that_others_use() -> None:
+def test_worlds_with_a_shared_tier_run_five_thousand_steps() -> None:
     worlds = [soak.run_world(seed, kind="shared") for seed in range(70_000, 70_025)]
     found = sum(level.stats.found for world in worlds for level in world.cache.levels)
     lost = sum(level.stats.misses for world in worlds for level in world.cache.levels)
@@ -58,7 +58,7 @@ def test_five_thousand_steps_in_worlds_with_a_tier_that_others_use() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
+def test_worlds_with_request_parameters_run_ten_thousand_steps() -> None:
     worlds = [soak.run_world(seed, kind="wishing") for seed in range(80_050, 80_100)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}
@@ -68,14 +68,14 @@ def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "shared", "unruly"])
-def test_four_thousand_steps_in_worlds_of_whose_blocks_others_want_sets(kind: Kind) -> None:
+def test_worlds_with_fetched_sets_run_four_thousand_steps(kind: Kind) -> None:
     worlds = [soak.run_world(seed, kind=kind, sets=True) for seed in range(95_000, 95_020)]
     gathered = [line for world in worlds for line in world.trace if " gather " in line]
     assert sum(": 0 of" not in line for line in gathered) > 50
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_in_worlds_whose_tiers_do_what_no_tier_may() -> None:
+def test_worlds_with_misbehaving_tiers_run_ten_thousand_steps() -> None:
     worlds = [soak.run_world(seed, kind="unruly") for seed in range(90_000, 90_050)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}
@@ -84,7 +84,7 @@ def test_ten_thousand_steps_in_worlds_whose_tiers_do_what_no_tier_may() -> None:
         assert any(calls.breakers[kind].opened for calls in gates)
 
 
-def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_blocks_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--steps", "400", "--seed", "3"]) == 0
     assert capsys.readouterr().out.startswith("2/2 worlds, to seed 4; blocks served: host ")
 

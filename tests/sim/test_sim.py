@@ -82,7 +82,7 @@ def test_timers_fire_in_order_and_not_early() -> None:
     assert [now for _, now in fired] == sorted(now for _, now in fired)
 
 
-def test_a_timeout_that_is_far_away_is_a_timeout() -> None:
+def test_a_distant_timeout_still_fires() -> None:
     async def wait() -> float:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1e8):
@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_order() -> None:
     assert sim_run(order_of(6), seed=3) == sim_run(order_of(6), seed=3)
 
 
-def test_seeds_explore_the_orders_there_are() -> None:
+def test_seeds_explore_different_orders() -> None:
     starts = {tuple(sim_run(order_of(3), seed=seed)[:3]) for seed in range(200)}
     assert {(0, 1, 2), (2, 1, 0), (1, 0, 2)} <= starts
 
@@ -169,7 +169,7 @@ def test_locks_semaphores_and_queues_work_in_any_order() -> None:
 # ---- no progress
 
 
-def test_a_wait_that_nobody_ends_is_a_deadlock_that_says_where() -> None:
+def test_a_wait_without_an_end_is_a_deadlock_that_says_where() -> None:
     async def inner() -> None:
         await asyncio.Event().wait()
 
@@ -187,7 +187,7 @@ def test_a_wait_that_nobody_ends_is_a_deadlock_that_says_where() -> None:
     assert waiter.endswith("in Event.wait")
 
 
-def test_a_wait_in_an_async_generator_is_told_by_who_reads_it() -> None:
+def test_a_deadlock_in_an_async_generator_names_its_reader() -> None:
     async def values() -> AsyncIterator[int]:
         yield 1
         await asyncio.Event().wait()
@@ -209,7 +209,7 @@ def test_polling_at_one_instant_is_a_livelock() -> None:
         sim_run(poll())
 
 
-def test_polling_while_time_goes_by_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_over_time_is_a_livelock_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 5000)
 
     async def poll() -> None:
@@ -221,14 +221,14 @@ def test_polling_while_time_goes_by_is_one_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_much_work_at_one_instant_is_none() -> None:
+def test_much_work_at_one_instant_is_no_livelock() -> None:
     async def work() -> int:
         return len(await order_of(TURNS_MAX * 2 // 5))
 
     assert sim_run(work()) > TURNS_MAX
 
 
-def test_turns_are_counted_anew_in_each_run() -> None:
+def test_each_run_counts_its_turns_from_zero() -> None:
     loop = SimLoop()
     for _ in range(3):
         for _ in range(TURNS_MAX // 2):
@@ -236,7 +236,7 @@ def test_turns_are_counted_anew_in_each_run() -> None:
     loop.close()
 
 
-# ---- what a simulation cannot have
+# ---- calls that a simulation refuses
 
 
 async def test_threads_are_refused() -> None:

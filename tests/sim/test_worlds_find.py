@@ -1,4 +1,4 @@
-"""Simulated worlds find out what they are for: each fault below, put into the product, is found."""
+"""Simulated worlds find the faults that they are made for: each one below, planted, is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the stack have in common."""
+"""Helpers shared by the tests of the stack."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def cache_of(*levels: LevelSpec, **options: Any) -> AsyncIterator[SimCache
 
 
 async def flushed(*paths: tuple[int, ...]) -> FakeStore:
-    """A durable store in which these prefixes lie."""
+    """Return a durable store with these prefixes."""
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True)), slots=32) as cache:
         for path in paths:

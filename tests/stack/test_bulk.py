@@ -1,4 +1,4 @@
-"""What is done to many blocks at once is what is done to one after the other."""
+"""Bulk operations on blocks have the same effect as single ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def everything(cache: SimCache) -> dict[str, Any]:
 
 
 async def play(cache: SimCache, seed: int) -> list[Any]:
-    """Do this and that to prefixes of which many are alike."""
+    """Apply random operations to prefixes, many of them equal."""
     draw = Random(seed)
     seen: list[Any] = []
     open_fetches: list[Fetch] = []
@@ -91,7 +91,7 @@ async def run(kind: str, seed: int) -> list[Any]:
 @pytest.mark.product("kind", "seed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))
-def test_many_at_once_are_as_one_after_the_other(
+def test_bulk_operations_match_single_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
 ) -> None:
     found: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""Levels with codecs: what a tier gets to see, whose keys encrypt it, and what damage comes to."""
+"""Levels with codecs: the bytes that a tier sees, the keys that encrypt them, and damage."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Coarse(Codec):
 MIXED = replace(LAYOUT, kinds=("full", "window", "full"))
 
 
-async def test_what_loses_something_is_kept_off_groups_that_it_is_not_allowed_for() -> None:
+async def test_a_lossy_codec_skips_groups_that_it_is_not_allowed_for() -> None:
     tier = FakeTier(checks=False)
     cache = await SimCache.open(level(tier, Coarse("window", "local")), layout=MIXED)
     groups = [SimCache.keys(group) for group in range(3)]
     for group, keys in enumerate(groups):
         cache.save(keys, group=group)
-    (unknown,) = SimCache.keys(3)  # what was recovered, or came from others: nobody knows its group
+    (unknown,) = SimCache.keys(3)  # a recovered or found block: its group is unknown
     _, (slot,), _ = cache.stack.reserve([unknown], [BlockMeta()], explicit=True)
     cache.arena.view(slot)[:64] = SimCache.payload(unknown)
     cache.stack.publish([unknown], [slot])
@@ -94,7 +94,7 @@ async def test_what_loses_something_is_kept_off_groups_that_it_is_not_allowed_fo
     await cache.aclose()
 
 
-async def test_what_may_lose_all_kinds_asks_for_none_and_what_may_none_is_refused() -> None:
+async def test_a_codec_for_all_kinds_needs_no_kinds_and_one_for_none_is_refused() -> None:
     tier = FakeTier(checks=False)
     cache = await SimCache.open(level(tier, Coarse("full", "window")), layout=MIXED)
     assert not cache.manager.kinds
@@ -122,7 +122,7 @@ async def test_damage_below_the_codecs_ends_a_prefix_and_is_counted() -> None:
 
 
 def bad_labels(cache: SimCache, key: BlockKey, data: bytes) -> dict[str, tuple[bytes, str]]:
-    """Labels that may lie beside a block, whose checks are right but for the first, by kind."""
+    """Return invalid labels for a block by kind; all but the first have right checks."""
     space = cache.manager.namespace
     labels = Labels(space, len(data), verify=True)
     plain = labels.pack(key, data)
@@ -152,9 +152,7 @@ def bad_labels(cache: SimCache, key: BlockKey, data: bytes) -> dict[str, tuple[b
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("checks", [True, False])
-async def test_a_bad_label_is_one_block_s_miss_and_is_replaced(
-    *, shared: bool, checks: bool
-) -> None:
+async def test_a_bad_label_is_a_miss_and_is_replaced(*, shared: bool, checks: bool) -> None:
     tier = (SharedFakeTier if shared else FakeTier)(checks=checks)
     cache = await SimCache.open(level(tier, ChecksumCodec()), slots=4)
     keys, others = SimCache.keys(*range(4)), SimCache.keys(*range(10, 14))
@@ -198,10 +196,10 @@ async def test_without_its_key_an_encrypted_block_is_a_miss(
 @pytest.mark.parametrize("forged", [1, 2])
 @pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("encrypted", [True, False])
-async def test_other_bytes_with_a_right_label_are_taken_unless_blocks_are_encrypted(
+async def test_wrong_bytes_with_a_valid_label_pass_unless_encrypted(
     *, encrypted: bool, checks: bool, forged: int
 ) -> None:
-    """A program that can write to a medium can make such a label: it needs no secret."""
+    """A program with write access to a medium can make such a label: it needs no secret."""
     tier = FakeTier(checks=checks)
     codec = AesGcmCodec() if encrypted else ChecksumCodec()
     cache = await SimCache.open(level(tier, codec), slots=2)
@@ -231,6 +229,6 @@ async def saved(cache: SimCache, keys: Sequence[BlockKey]) -> None:
 
 
 def counted(cache: SimCache) -> Counter[str]:
-    """What was refused, by the reason."""
+    """Return the refused blocks by reason."""
     stats = cache.manager.stats()["level1"]
     return Counter({name: stats[name] for name in ("corrupt", "foreign", "unreadable")})

@@ -1,4 +1,4 @@
-"""What the end of a session takes from the levels, and what another request has kept."""
+"""The blocks that the end of a session removes, and those that another request has kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def offered(manager: CacheManager) -> None:
 
 
 async def ended(use: Callable[[CacheManager], None], *, first: bool = False) -> list[int]:
-    """How many blocks each level has of both parts once the session that brought them has ended.
+    """Return how many blocks of both parts each level has once their session has ended.
 
     Another request uses the first part; with ``first`` it was there before the session.
     """
@@ -58,15 +58,15 @@ async def ended(use: Callable[[CacheManager], None], *, first: bool = False) -> 
 
 
 @pytest.mark.parametrize("use", [fetched, fetched_for_another, fetched_as_a_set, touched, offered])
-async def test_what_another_request_used_outlasts_the_session_that_brought_it_in(
+async def test_blocks_used_by_another_request_outlast_their_session(
     use: Callable[[CacheManager], None],
 ) -> None:
     assert await ended(use) == [len(SYSTEM), len(SYSTEM), 0, 0]
 
 
-async def test_what_nobody_else_used_leaves_every_level_with_the_session() -> None:
+async def test_blocks_used_only_by_a_session_leave_every_level_with_it() -> None:
     assert await ended(lambda _: None) == [0, 0, 0, 0]
 
 
-async def test_what_was_pinned_before_a_session_outlasts_it() -> None:
+async def test_blocks_pinned_before_a_session_outlast_it() -> None:
     assert await ended(lambda _: None, first=True) == [len(SYSTEM), len(SYSTEM), 0, 0]

@@ -1,4 +1,4 @@
-"""Purges of tiers that keep the bytes of what they forgot: what is erased, when, and by whom."""
+"""Purges of tiers that keep removed bytes: which bytes are erased, when, and by which call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.stack.caches import COMMIT, QUICK, cache_of
 
 
 class KeepingTier(FakeTier):
-    """Keeps what it forgot in ``dregs`` until that is erased, two places at a time."""
+    """Keeps removed blocks in ``dregs`` until they are erased, two places at a time."""
 
     erases = True
 
@@ -48,7 +48,7 @@ def left(tier: KeepingTier) -> set[BlockKey]:
     return {record.key for record in tier.dregs.values()}
 
 
-async def test_a_purge_erases_what_it_removed_and_what_was_removed_before() -> None:
+async def test_a_purge_erases_its_blocks_and_those_removed_earlier() -> None:
     tier = KeepingTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(1, 2), salt="tenant")
@@ -78,7 +78,7 @@ async def test_a_clear_erases_only_if_it_is_asked_to() -> None:
 
 
 @pytest.mark.slow
-async def test_writes_go_on_while_a_tier_erases() -> None:
+async def test_writes_continue_while_a_tier_erases() -> None:
     tier = KeepingTier([Delay(1.0, on="purge", times=None)])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(1), salt="tenant")
@@ -93,7 +93,7 @@ async def test_writes_go_on_while_a_tier_erases() -> None:
         assert not tier.dregs
 
 
-async def test_erasing_that_fails_or_hangs_is_made_up_for() -> None:
+async def test_an_erasure_that_fails_or_hangs_is_repeated() -> None:
     tier = KeepingTier([Fail(on="purge"), Hang(on="purge")])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(1), salt="tenant")
@@ -106,7 +106,7 @@ async def test_erasing_that_fails_or_hangs_is_made_up_for() -> None:
         assert cache.manager.stats()["level1"]["errors"] == 2
 
 
-async def test_nothing_is_erased_while_a_write_that_was_left_behind_may_still_write() -> None:
+async def test_nothing_is_erased_while_an_abandoned_write_may_still_write() -> None:
     writing = Hold(on="put")
     tier = KeepingTier([writing])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:

@@ -1,6 +1,6 @@
-"""Caches that are used while the servers of their level die, stop, hand over and come back.
+"""Caches in use while the servers of their level die, stop, fail over and come back.
 
-``python -m tests.kit.trials 200 --alone failover`` does more of it, and says how long it takes.
+``python -m tests.kit.trials 200 --alone failover`` does more, and prints the times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NEEDED = {"mooncake-store": PROGRAM.exists(), "object": True}
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("name", FAILOVER_LANES)
-def test_a_fail_over_costs_misses_and_is_over(tmp_path, name):
-    """Each fault happens once, each time until the level serves what was saved after it."""
+def test_a_failover_costs_only_misses_and_ends(tmp_path, name):
+    """Each fault happens once, until the level serves blocks saved after it."""
     if not NEEDED.get(name, program() is not None):
         pytest.skip("what it needs is not installed")
     lane = FAILOVER_LANES[name]

@@ -16,7 +16,7 @@ from kvladder.tiers.ladder.client import LevelSettings
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 
-async def test_at_the_deadline_the_answer_is_what_has_arrived() -> None:
+async def test_at_the_deadline_a_fetch_returns_the_arrived_blocks() -> None:
     slow = Hold(on="get")
     tier = FakeTier(store=await flushed((1, 2, 3, 4)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -45,7 +45,7 @@ async def test_a_hole_ends_the_prefix_and_leaves_the_index() -> None:
         assert len(await cache.load(keys)) == 4
 
 
-async def test_what_one_level_lost_comes_from_below_it() -> None:
+async def test_a_block_lost_by_one_level_is_loaded_from_below() -> None:
     first, second = FakeTier(), FakeTier()
     async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT), slots=4) as cache:
         keys = cache.keys(1, 2)
@@ -64,7 +64,7 @@ async def test_a_short_read_is_a_miss() -> None:
         assert await cache.load(cache.keys(1, 2)) == []
 
 
-async def test_a_tier_that_hangs_is_a_miss_and_its_slots_wait_until_it_is_quiet() -> None:
+async def test_a_hanging_tier_is_a_miss_and_keeps_its_slots_until_it_ends() -> None:
     hang = Hang(on="get", stubborn=True)
     tier = FakeTier([hang], store=await flushed((1, 2)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -77,7 +77,7 @@ async def test_a_tier_that_hangs_is_a_miss_and_its_slots_wait_until_it_is_quiet(
         assert cache.arena.free == cache.arena.slots
 
 
-async def test_a_failing_tier_is_left_alone_and_found_again() -> None:
+async def test_a_failing_tier_is_not_called_until_it_recovers() -> None:
     trial = Hold(on="get")
     tier = FakeTier([Fail(on="get", times=2), trial], store=await flushed((1,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -102,7 +102,7 @@ async def test_a_failing_tier_is_left_alone_and_found_again() -> None:
         assert told() == (0, 0)
 
 
-async def test_with_its_tiers_dead_the_host_level_goes_on_evicting() -> None:
+async def test_the_host_level_keeps_evicting_when_its_tiers_are_dead() -> None:
     tier = FakeTier([Fail(on="put", times=None)])
     async with cache_of(LevelSpec(tier, settings=QUICK), slots=2, reserve_blocks=2) as cache:
         for number in range(20):
@@ -111,7 +111,7 @@ async def test_with_its_tiers_dead_the_host_level_goes_on_evicting() -> None:
         assert cache.manager.lookup(cache.keys(19)) == (1, 1)
 
 
-async def test_a_full_medium_keeps_working_with_what_it_has() -> None:
+async def test_a_full_medium_replaces_older_blocks() -> None:
     tier = FakeTier([Delay(0.0, on="put", times=2), Full()])
     async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
         for number in range(5):
@@ -128,7 +128,7 @@ async def test_a_full_medium_keeps_working_with_what_it_has() -> None:
         assert cache.manager.stats()["level1"]["blocks"] == 3, "and tries for more after a while"
 
 
-async def test_a_full_medium_is_said_once_until_it_has_had_room_for_long(
+async def test_a_full_medium_is_reported_once_until_it_has_long_had_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier = FakeTier()
@@ -174,7 +174,7 @@ async def test_a_removed_block_is_not_brought_back() -> None:
         assert cache.manager.lookup(keys) == (0, 0)
 
 
-async def test_a_save_under_way_when_its_block_is_removed_does_not_publish_it() -> None:
+async def test_a_save_does_not_publish_a_block_removed_meanwhile() -> None:
     async with cache_of() as cache:
         save = cache.manager.save(cache.keys(1))
         cache.manager.clear()
@@ -195,7 +195,7 @@ async def test_a_slot_that_is_loaded_from_survives_the_removal_of_its_block() ->
         assert cache.save(cache.keys(2)) == 1
 
 
-async def test_bytes_that_could_not_be_used_are_forgotten_everywhere() -> None:
+async def test_unusable_bytes_are_forgotten_in_every_level() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(1, 2))
@@ -226,7 +226,7 @@ async def test_a_time_to_live_ends_in_every_level() -> None:
         assert stats["level1"]["expired"] == 1
 
 
-async def test_admission_on_second_use() -> None:
+async def test_a_level_may_admit_blocks_on_their_second_use() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, OffloadRule(when="commit", min_hits=2))) as cache:
         cache.save(cache.keys(1, 2))
@@ -238,14 +238,14 @@ async def test_admission_on_second_use() -> None:
         assert tier.batches("put") == [1]
 
 
-async def test_the_fetch_budget_cuts_what_comes_up_at_once() -> None:
+async def test_the_fetch_budget_limits_the_blocks_of_a_read() -> None:
     tier = FakeTier(store=await flushed((1, 2, 3, 4)), durable=True)
     async with cache_of(LevelSpec(tier), fetch_blocks_max=3) as cache:
         assert await cache.load(cache.keys(1, 2, 3, 4)) == ["level1"] * 4
         assert tier.batches("get") == [3, 1]
 
 
-async def test_a_block_of_which_a_tier_cannot_tell_is_a_miss_and_stays_known() -> None:
+async def test_a_block_with_an_unknown_result_is_a_miss_and_stays_known() -> None:
     class Partly(FakeTier):
         async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
             found = await super().get(reads)
@@ -261,7 +261,7 @@ async def test_a_block_of_which_a_tier_cannot_tell_is_a_miss_and_stays_known() -
         assert await cache.load(keys) == ["host", "host", "level1"]
 
 
-async def test_a_load_that_nobody_asks_about_keeps_no_place_beyond_its_deadline() -> None:
+async def test_an_unpolled_load_leaves_the_queue_at_its_deadline() -> None:
     store = await flushed((1,), (2,), (3,))
     tier = FakeTier([Delay(3.0, times=None)], store=store, durable=True)
     async with cache_of(LevelSpec(tier), fetch_blocks_max=1) as cache:
@@ -287,7 +287,7 @@ async def test_a_load_waits_for_slots_that_are_being_cleaned() -> None:
         assert len(await cache.load(cache.keys(9, 8, 7, 6, 5, 4))) == 6, "which was written back"
 
 
-async def test_a_load_larger_than_the_arena_does_not_wait_for_what_cannot_come() -> None:
+async def test_a_load_larger_than_the_arena_does_not_wait_for_the_rest() -> None:
     tier = FakeTier(store=await flushed(tuple(range(12))), durable=True)
     async with cache_of(LevelSpec(tier), slots=4) as cache:
         before = asyncio.get_running_loop().time()
@@ -312,7 +312,7 @@ async def test_back_pressure_drops_the_least_valuable_first() -> None:
         assert cache.manager.stats()["level1"]["dropped_queue"] == 2
 
 
-async def test_closing_flushes_what_only_host_has_to_durable_levels() -> None:
+async def test_closing_flushes_blocks_that_only_host_holds() -> None:
     store = await flushed((1, 2, 3))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -320,7 +320,7 @@ async def test_closing_flushes_what_only_host_has_to_durable_levels() -> None:
         assert len(await cache.load(cache.keys(1, 2, 3))) == 3
 
 
-async def test_priorities_survive_a_restart_unless_they_were_to_end() -> None:
+async def test_priorities_survive_a_restart_unless_they_have_a_duration() -> None:
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
         cache.save(cache.keys(1, 2), priorities=[80, 90], durations_s=[None, 60.0])
@@ -339,7 +339,7 @@ async def test_closing_does_not_wait_for_a_tier_that_hangs() -> None:
     await cache.aclose(flush_timeout_s=1.0)
 
 
-async def test_a_call_that_closing_cuts_short_is_no_failure_of_the_tier(caplog) -> None:
+async def test_a_call_cut_short_by_closing_is_no_failure_of_the_tier(caplog) -> None:
     put, get = Hang(on="put"), Hang(on="get", stubborn=True)
     tier = FakeTier([put, get], store=await flushed((1,)), durable=True)
     cache = await SimCache.open(LevelSpec(tier, COMMIT))
@@ -367,7 +367,7 @@ async def test_a_load_that_is_cut_short_by_closing_is_a_miss() -> None:
     fetch.release()
 
 
-async def test_events_tell_what_is_where() -> None:
+async def test_events_report_stores_and_evictions_by_level() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT), slots=2) as cache:
         keys = cache.keys(1, 2)

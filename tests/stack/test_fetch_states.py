@@ -1,4 +1,4 @@
-"""A fetch goes from state to state as the ladder's README says, and gives each pin back once."""
+"""A fetch changes its state as the ladder's README says, and releases each pin once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trial:
     def _lose(self, kind: str, give_back: Callable[[], object]) -> None:
         raise AssertionError(f"a {kind} was lost")
 
-    # ---- what a fetch calls
+    # ---- calls of a fetch
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         del keys
@@ -58,7 +58,7 @@ class Trial:
     def discard(self, keys: Sequence[BlockKey]) -> None:
         del keys
 
-    # ---- what the loader and the engine call
+    # ---- calls of the loader and the engine
 
     def _pin(self) -> Slot:
         self._next += 1
@@ -132,7 +132,7 @@ def expected() -> set[tuple[FetchState, FetchState]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_order_of_calls_keeps_to_the_states(kind: type[Fetch]) -> None:
-    """All orders of four calls, after the first blocks were asked for and before a release."""
+    """All orders of four calls, between the first read and a release."""
     steps = set[tuple[FetchState, FetchState]]()
     orders: list[tuple[Callable[[Trial], None], ...]] = [()]
     for _ in range(4):

@@ -17,7 +17,7 @@ from kvladder.tiers.ladder.records import index
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 
-async def test_a_block_that_was_committed_is_a_host_hit() -> None:
+async def test_a_committed_block_is_a_host_hit() -> None:
     async with cache_of() as cache:
         keys = cache.keys(1, 2, 3)
         save = cache.manager.save(keys)
@@ -32,7 +32,9 @@ async def test_a_block_that_was_committed_is_a_host_hit() -> None:
 
 
 @pytest.mark.parametrize("reserve", [None, 35])
-async def test_a_long_prompt_is_saved_at_once_and_like_block_by_block(reserve: int | None) -> None:
+async def test_a_long_prompt_saved_at_once_equals_one_saved_block_by_block(
+    reserve: int | None,
+) -> None:
     tier = FakeTier()
     options = {} if reserve is None else {"priorities": [reserve] * 100}
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=200), slots=220) as cache:
@@ -43,7 +45,7 @@ async def test_a_long_prompt_is_saved_at_once_and_like_block_by_block(reserve: i
         assert len(one.slots) == 1
         late = cache.manager.save(other)
         cache.manager.remove(other[:1])
-        late.commit()  # its first block was removed meanwhile
+        late.commit()  # its first block was removed in between
         one.abort()
         cache.manager.check()
         await cache.settle()
@@ -63,7 +65,7 @@ async def test_an_aborted_save_leaves_nothing() -> None:
         assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
 
 
-async def test_written_through_in_one_batch_of_the_prefix_in_order() -> None:
+async def test_a_prefix_is_written_through_in_order_in_one_batch() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         keys = cache.keys(1, 2, 3)
@@ -85,7 +87,7 @@ async def test_a_burst_larger_than_the_queue_is_written_through_in_the_end() -> 
         assert cache.manager.stats()["level1"].get("dropped_queue", 0) == 0
 
 
-async def test_written_back_only_when_it_leaves_the_level_above() -> None:
+async def test_a_block_is_written_back_only_when_it_leaves_the_level_above() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier), slots=4, reserve_blocks=2) as cache:
         cache.save(cache.keys(1, 2))
@@ -98,7 +100,7 @@ async def test_written_back_only_when_it_leaves_the_level_above() -> None:
         assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
 
 
-async def test_a_victim_stays_readable_until_it_is_below() -> None:
+async def test_a_victim_stays_readable_until_it_is_stored_below() -> None:
     hold = Hold(on="put")
     tier = FakeTier([hold])
     async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
@@ -130,7 +132,7 @@ async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
         save.abort()
 
 
-async def test_blocks_that_are_not_saved_count_for_the_floor_of_those_after_them() -> None:
+async def test_unsaved_blocks_count_for_the_floor_of_later_ones() -> None:
     draw = Random(1)
     async with cache_of(slots=16, host=OffloadRule(min_priority=0)) as cache:
         for _ in range(100):
@@ -152,7 +154,7 @@ async def test_blocks_that_are_not_saved_count_for_the_floor_of_those_after_them
             cache.manager.clear()
 
 
-async def test_what_is_said_of_a_save_is_said_of_each_block() -> None:
+async def test_a_save_needs_one_priority_and_duration_per_block() -> None:
     async with cache_of() as cache:
         for name in ("priorities", "durations_s"):
             for said in ([], [1], [1, 1, 1]):
@@ -163,12 +165,12 @@ async def test_what_is_said_of_a_save_is_said_of_each_block() -> None:
         assert cache.save(cache.keys(1, 2)) == 2
 
 
-async def test_e_5_nothing_is_saved_that_no_level_takes() -> None:
+async def test_e_5_a_block_that_no_level_takes_is_not_saved() -> None:
     async with cache_of(host=OffloadRule(min_priority=35)) as cache:
         assert cache.save(cache.keys(1, 2, 3), priorities=[35, 5, 35]) == 1
 
 
-async def test_what_host_does_not_take_goes_straight_below() -> None:
+async def test_a_block_refused_by_host_goes_straight_below() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier), host=OffloadRule(min_priority=50)) as cache:
         keys = cache.keys(1, 2)
@@ -206,7 +208,7 @@ async def test_the_lowest_priority_is_evicted_first() -> None:
         assert cache.save(cache.keys(6), priorities=[20]) == 0, "nothing here is worth less"
 
 
-async def test_a_level_below_gives_up_nothing_for_what_is_worth_less() -> None:
+async def test_a_level_below_evicts_nothing_for_a_block_of_lower_priority() -> None:
     tier = FakeTier()
     every = OffloadRule(when="commit", min_priority=0)
     spec = LevelSpec(tier, every, capacity_blocks=2)
@@ -222,7 +224,7 @@ async def test_a_level_below_gives_up_nothing_for_what_is_worth_less() -> None:
         assert (stats["evicted"], stats["dropped_outranked"]) == (1, 2)
 
 
-async def test_a_prefix_outlives_what_follows_it() -> None:
+async def test_a_prefix_outlives_its_followers() -> None:
     async with cache_of(slots=4) as cache:
         keys = cache.keys(1, 2, 3, 4)
         cache.save(keys[:2])
@@ -247,7 +249,7 @@ async def test_promotion_hands_the_slot_over() -> None:
         assert cache.arena.slots - cache.arena.free == 3
 
 
-async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> None:
+async def test_fetches_of_a_block_in_flight_share_its_load() -> None:
     hold = Hold(on="get")
     tier = FakeTier([hold], store=await flushed((1, 2, 3)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -258,7 +260,7 @@ async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> Non
         assert sum(tier.batches("get")) == 3, "each block is read once"
 
 
-async def test_what_comes_up_while_a_cache_is_cleared_does_not_stay(
+async def test_a_block_loaded_during_a_clear_does_not_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvladder.tiers.ladder.records.index.STEP", 1)
@@ -280,7 +282,7 @@ async def test_what_comes_up_while_a_cache_is_cleared_does_not_stay(
         assert cache.manager.lookup([left]) == (0, 0)
 
 
-async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
+async def test_a_clear_runs_in_steps_during_which_nothing_is_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvladder.tiers.ladder.records.index.STEP", 2)
@@ -305,7 +307,7 @@ async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
             assert max(map(len, parts)) == 2, "one event a step and level, not one a block"
 
 
-async def test_a_slot_of_a_block_that_host_does_not_admit_is_given_back_wherever_it_lies(
+async def test_any_slot_of_a_block_that_host_refuses_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(index, "RESERVED_MAX", 0)  # as of an arena that is very large

@@ -1,4 +1,4 @@
-"""Faults that simulated runs found, each as the shortest story that tells it."""
+"""Faults found by simulated runs, each as its shortest sequence of steps."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def cache_of(*levels: LevelSpec, **options: Any) -> AsyncIterator[SimCache
         assert level.tier.violations == []
 
 
-async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
-    """By then the block may be there again, and a late removal would take the new one."""
+async def test_an_abandoned_removal_never_overlaps_a_write_of_its_block() -> None:
+    """The block may be stored again by then, and a late removal would remove the new one."""
     hang = Hang(on="remove", stubborn=True)
     tier = FakeTier([hang])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
@@ -39,10 +39,10 @@ async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
         cache.save(keys)
         await cache.settle()
         cache.manager.remove(keys)
-        cache.save(keys)  # while the removal is under way
+        cache.save(keys)  # while the removal is in progress
         await asyncio.sleep(10.0)
         cache.manager.remove(keys)
-        cache.save(keys)  # while it is left behind
+        cache.save(keys)  # while it is abandoned
         await asyncio.sleep(10.0)
         assert tier.batches("put") == [1]
         hang.let_go()
@@ -53,7 +53,7 @@ async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
         assert tier.batches("put") == [1, 1]
 
 
-async def test_a_removal_left_behind_is_repeated_as_soon_as_it_has_ended() -> None:
+async def test_an_abandoned_removal_is_repeated_once_it_has_ended() -> None:
     hang = Hang(on="remove", stubborn=True)
     tier = FakeTier([hang])
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
@@ -68,7 +68,7 @@ async def test_a_removal_left_behind_is_repeated_as_soon_as_it_has_ended() -> No
         assert not cache.stack.pending
 
 
-async def test_a_small_level_below_a_reserve_is_not_written_for_ever() -> None:
+async def test_a_small_level_below_a_reserve_is_not_rewritten_for_ever() -> None:
     """Two blocks that host wants clean and a level with room for one took turns in it."""
     tier = FakeTier(batch_max=1)
     async with cache_of(LevelSpec(tier, capacity_blocks=1), slots=2, reserve_blocks=2) as cache:
@@ -77,7 +77,7 @@ async def test_a_small_level_below_a_reserve_is_not_written_for_ever() -> None:
         assert tier.batches("put") == [1, 1]
 
 
-async def test_nor_are_its_victims_if_they_find_room_below() -> None:
+async def test_victims_with_room_below_are_not_rewritten_for_ever() -> None:
     first, second = FakeTier(batch_max=1), FakeTier()
     levels = LevelSpec(first, capacity_blocks=1), LevelSpec(second)
     async with cache_of(*levels, slots=8, reserve_blocks=6) as cache:
@@ -87,7 +87,7 @@ async def test_nor_are_its_victims_if_they_find_room_below() -> None:
         assert len(second.batches("put")) <= 6
 
 
-async def test_what_waited_for_a_tier_is_written_once_it_is_well_again() -> None:
+async def test_waiting_blocks_are_written_once_a_tier_recovers() -> None:
     tier = FakeTier([Fail(on="put")])
     settings = LevelSettings(calls=QUICK.calls, queue_blocks=1)
     async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
@@ -97,7 +97,7 @@ async def test_what_waited_for_a_tier_is_written_once_it_is_well_again() -> None
         assert sum(tier.batches("put")) == 3
 
 
-async def test_so_it_is_if_a_read_found_the_tier_ill() -> None:
+async def test_waiting_blocks_are_written_once_a_tier_recovers_from_a_failed_read() -> None:
     keys = SimCache.keys(1)
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
@@ -112,7 +112,7 @@ async def test_so_it_is_if_a_read_found_the_tier_ill() -> None:
         assert sum(tier.batches("put")) == 3
 
 
-async def test_so_it_is_if_a_removal_found_it_well_again() -> None:
+async def test_waiting_blocks_are_written_once_a_removal_succeeds() -> None:
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
         cache.save(cache.keys(1))
@@ -130,8 +130,8 @@ async def test_so_it_is_if_a_removal_found_it_well_again() -> None:
         assert cache.manager.stats()["level1"]["blocks"] == 2
 
 
-async def test_the_writer_waits_while_a_read_tries_a_tier_out() -> None:
-    """It asked again and again whether the trial was over."""
+async def test_the_writer_waits_during_a_trial_read() -> None:
+    """It polled repeatedly for the end of the trial."""
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
         cache.save(cache.keys(1, 2))
@@ -148,7 +148,7 @@ async def test_the_writer_waits_while_a_read_tries_a_tier_out() -> None:
         assert await cache.load(cache.keys(1, 2)) == ["level1"]
 
 
-async def test_a_save_whose_block_has_arrived_meanwhile_gives_way() -> None:
+async def test_a_save_yields_to_a_block_that_was_loaded_meanwhile() -> None:
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
         cache.save(cache.keys(1, 2))
@@ -166,7 +166,7 @@ async def test_a_save_whose_block_has_arrived_meanwhile_gives_way() -> None:
         assert await cache.load(keys) == ["host", "host"]
 
 
-async def test_closing_waits_for_what_only_the_end_of_the_tier_ends() -> None:
+async def test_closing_waits_for_calls_that_end_only_with_the_tier() -> None:
     tier = FakeTier([Hang(on="put", stubborn=True)])
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(1))
@@ -174,7 +174,7 @@ async def test_closing_waits_for_what_only_the_end_of_the_tier_ends() -> None:
         assert tier.held
 
 
-async def test_a_load_that_had_not_begun_when_it_was_closed_leaves_no_claim() -> None:
+async def test_a_load_not_begun_before_closing_leaves_no_claim() -> None:
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
         cache.save(cache.keys(1, 2))
@@ -196,7 +196,7 @@ async def test_a_flush_waits_for_a_queue_that_is_full() -> None:
         assert cache.manager.lookup(cache.keys(1, 2, 3, 4)).total == 4
 
 
-async def test_demotion_goes_on_when_host_holds_every_slot() -> None:
+async def test_demotion_continues_when_host_holds_every_slot() -> None:
     """Below a small level there was nothing, since no slot was free to read its victims into."""
     first, second = FakeTier(), FakeTier()
     async with cache_of(
@@ -224,7 +224,7 @@ async def test_a_writer_that_is_woken_and_cancelled_at_once_ends() -> None:
         await lifecycle.aclose()
 
 
-async def test_a_removal_under_way_is_waited_for_when_the_cache_closes() -> None:
+async def test_closing_waits_for_a_removal_in_progress() -> None:
     hold, store = Hold(on="remove"), FakeStore()
     tier = FakeTier([hold], store=store, durable=True)
     cache = await SimCache.open(LevelSpec(tier, COMMIT))
@@ -244,7 +244,7 @@ async def test_a_removal_under_way_is_waited_for_when_the_cache_closes() -> None
         assert again.manager.lookup(keys).total == 0
 
 
-async def test_nothing_is_remembered_of_blocks_that_left_while_a_tier_was_down() -> None:
+async def test_the_backlog_holds_no_block_that_left_during_an_outage() -> None:
     tier = FakeTier([Fail(on="put", times=1)])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK), slots=8) as cache:
         for n in range(40):
@@ -260,7 +260,7 @@ async def test_nothing_is_remembered_of_blocks_that_left_while_a_tier_was_down()
         assert all(tier.stored(key) for key in cache.keys(39, 1, 2, 3))
 
 
-async def test_only_what_is_here_is_known_to_have_been_refused() -> None:
+async def test_refusals_are_remembered_only_for_blocks_in_host() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=8) as cache:
         for n in range(20):
@@ -274,7 +274,7 @@ async def test_only_what_is_here_is_known_to_have_been_refused() -> None:
         assert tier.stored(key)
 
 
-async def test_what_stays_in_host_memory_is_not_dropped_because_a_queue_is_full() -> None:
+async def test_a_full_queue_drops_no_block_that_stays_in_host() -> None:
     hold = Hold(on="put")
     spec = LevelSpec(FakeTier([hold], batch_max=1), settings=LevelSettings(queue_blocks=1))
     async with cache_of(spec, slots=6, reserve_blocks=6) as cache:

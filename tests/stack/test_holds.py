@@ -1,8 +1,8 @@
-"""How much is done at most while the lock is held: no more with many blocks than with some.
+"""The most work done while the lock is held: no more with many blocks than with some.
 
-Work is counted in lines of Python that are executed under the lock, and in blocks of its books that
-built-in functions go through there, whoever holds it, so that the result does not depend on the
-machine. Nothing runs under it but the stack's own code.
+Work is counted in lines of Python executed under the lock, and in blocks of its records that
+built-in functions iterate over there, so that the result does not depend on the machine. Only the
+stack's own code runs under the lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LINES_MAX = BATCH * LINES_A_BLOCK
 
 
 class Meter(StackLock):
-    """Counts what is executed under it."""
+    """Counts the lines executed under the lock."""
 
     __slots__ = ("_depth", "_lines", "blocks", "blocks_most", "most", "where")
 
@@ -55,7 +55,7 @@ class Meter(StackLock):
         self._depth = 0
         self._lines = 0
         self.blocks = 0
-        """That were gone through in the current hold."""
+        """The blocks visited in the current hold."""
         self.blocks_most = 0
         self.most = 0
         self.where = ""
@@ -172,7 +172,7 @@ def saved(cache: SimCache, keys: Sequence[BlockKey], **options: Any) -> int:
 
 
 @pytest.mark.slow
-async def test_loading_and_looking_up(meter: Meter) -> None:
+async def test_loads_and_lookups_hold_the_lock_briefly(meter: Meter) -> None:
     first, second = keys_of("first", BLOCKS), keys_of("second", BLOCKS)
     cache = await opened(Strict(first, second))
     meter.check("recovering")
@@ -207,7 +207,7 @@ async def test_loading_and_looking_up(meter: Meter) -> None:
 @pytest.mark.parametrize(
     "rule", [OffloadRule(), OffloadRule(when="commit")], ids=["evict", "commit"]
 )
-async def test_saving(meter: Meter, rule: OffloadRule) -> None:
+async def test_saves_hold_the_lock_briefly(meter: Meter, rule: OffloadRule) -> None:
     cache = await opened(Strict(), rule=rule, reserve_blocks=BLOCKS // 2)
     announcer = Announcer(cache.stack)
     alike, each = keys_of("alike", BLOCKS), keys_of("each", BLOCKS)
@@ -231,7 +231,7 @@ async def test_saving(meter: Meter, rule: OffloadRule) -> None:
 
 
 @pytest.mark.slow
-async def test_forgetting(meter: Meter) -> None:
+async def test_removals_hold_the_lock_briefly(meter: Meter) -> None:
     lost, kept = keys_of("lost", BLOCKS), keys_of("kept", BLOCKS)
     cache = await opened(Strict(lost, kept, salt="tenant"))
     cache.manager.remove(lost)
@@ -249,7 +249,7 @@ async def test_forgetting(meter: Meter) -> None:
     coming = keys_of("under way", BLOCKS)
     for forget in (cache.manager.clear, cache.manager.reset):
         saved(cache, keys_of("all", BLOCKS))
-        await asyncio.sleep(0)  # so that some of them are on their way down
+        await asyncio.sleep(0)  # so that some of them are being written below
         under_way = cache.manager.save(coming)
         meter.check("saving again")
         forget()
@@ -265,7 +265,7 @@ async def test_forgetting(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
+async def test_removals_during_a_load_hold_the_lock_briefly(meter: Meter) -> None:
     held = keys_of("held", BLOCKS)
     cache = await opened(Strict(held))
     fetch = cache.manager.fetch(held)
@@ -280,8 +280,8 @@ async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_judging_what_several_levels_have(meter: Meter) -> None:
-    """Turn by turn, so that what has to come cannot be told from its number."""
+async def test_comparing_several_levels_holds_the_lock_briefly(meter: Meter) -> None:
+    """The levels alternate, so that missing blocks cannot be derived from their number."""
     held = keys_of("held", BLOCKS)
     cache = await opened(Strict(held[::2]), Strict(held[1::2]))
     for block_s in (1.0, 1e-9):  # all of it is worth to be fetched, and nothing
@@ -326,7 +326,7 @@ class InstantCopier(Copier):
 
 
 def device_over(cache: SimCache) -> DeviceCache:
-    """A device cache with one pool, all of whose blocks are cached there and held by nobody."""
+    """Return a device cache with one pool full of cached blocks, none of them held."""
     port = TierPort(cache.manager, InstantCopier())
     share = PoolShare(Group("all", 2), LAYOUT.block_bytes, BLOCKS, BLOCKS)
     division = Division(0, 2 * BLOCKS, 2 * BLOCKS, (share,), explicit=True)
@@ -339,7 +339,7 @@ def device_over(cache: SimCache) -> DeviceCache:
 
 
 @pytest.mark.slow
-async def test_a_pool_on_the_device(meter: Meter) -> None:
+async def test_a_pool_on_the_device_holds_the_lock_briefly(meter: Meter) -> None:
     cache = await opened(Strict(), reserve_blocks=BLOCKS // 2)
     device = device_over(cache)
     port, pool = device.port, device.pools[0]
@@ -371,7 +371,9 @@ async def test_a_pool_on_the_device(meter: Meter) -> None:
 
 
 @pytest.mark.slow
-async def test_handing_a_device_down(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handing_a_device_down_holds_the_lock_briefly(
+    meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = await opened(Strict(), slots=2 * BLOCKS)
     monkeypatch.setattr(cache.manager, "flush", lambda timeout_s: True)  # it waits for the loop
     device = device_over(cache)

@@ -1,4 +1,4 @@
-"""A cache whose tiers have processes of their own, which are killed and stopped at any time."""
+"""A cache with isolated tiers; their processes are killed and stopped at any time."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def save(cache, wanted):
 
 
 def load(cache, wanted, sources=None, strike=lambda: None):
-    """How many blocks of a prefix come, each of them right, if that happens meanwhile.
+    """Return how many blocks of a prefix arrive with the right bytes during such an event.
 
-    From where they come is added to ``sources``.
+    Adds their sources to ``sources``.
     """
     fetch = cache.fetch(wanted, deadline_s=PATIENCE_S)
     strike()
@@ -69,10 +69,10 @@ def load(cache, wanted, sources=None, strike=lambda: None):
 
 
 def comes_back(cache, number):
-    """Whether the level below host stores blocks and has them when host does not any more."""
+    """Return whether the level below host stores blocks and serves them once host has lost them."""
     save(cache, keys(number))
     cache.flush(timeout_s=PATIENCE_S)
-    save(cache, keys(number + 1000, blocks=SLOTS))  # host has room for nothing else
+    save(cache, keys(number + 1000, blocks=SLOTS))  # host has no room for anything else
     sources: list[str] = []
     return load(cache, keys(number), sources) == 8 and "host" not in sources
 
@@ -83,7 +83,7 @@ def process(cache):
 
 
 def another(process_of, but):
-    """A process id that the level has now, once it has one that is none of these."""
+    """Return the level's process id once it is none of these."""
     pid = 0
 
     def has_come():
@@ -104,7 +104,7 @@ def opened(fd):
         os.close(fd)
 
 
-def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
+def test_isolated_levels_store_load_and_recover_blocks(tmp_path):
     with kvladder.open_cache(
         stack(files(tmp_path, codecs=["zstd", "checksum"])), layout=LAYOUT
     ) as cache:
@@ -116,7 +116,7 @@ def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_death_costs_more_than_misses(tmp_path):
+def test_the_death_of_a_tiers_process_costs_only_misses(tmp_path):
     random, killed = Random(7), set[int]()
     with kvladder.open_cache(
         stack(files(tmp_path, timeout="500 ms", abandon="200 ms")), layout=LAYOUT
@@ -134,7 +134,7 @@ def test_no_death_costs_more_than_misses(tmp_path):
             for number in random.sample(range(trial + 1), min(3, trial + 1)):
                 load(cache, keys(number))
         numbers = count(5000)
-        until(lambda: comes_back(cache, next(numbers)))  # it is well again, and no slot is missing
+        until(lambda: comes_back(cache, next(numbers)))  # it works again, and no slot is missing
         # some were stopped and met no call
         assert cache.stats()["files"]["process_ends"] >= len(killed) >= TRIALS // 4
         cache.check()
@@ -148,7 +148,7 @@ def test_no_death_costs_more_than_misses(tmp_path):
         ({"abandon": "0 s"}, "tiers[1].abandon"),
     ],
 )
-def test_what_cannot_be_isolated_is_refused(settings, path):
+def test_tiers_that_cannot_be_isolated_are_refused(settings, path):
     with pytest.raises(ConfigError) as refused:
         kvladder.open_cache(stack(files("/tmp/x", **settings)), layout=LAYOUT)
     assert refused.value.path == path
@@ -162,7 +162,7 @@ def test_what_cannot_be_isolated_is_refused(settings, path):
         ({"type": "mooncake", "master": "127.0.0.1:1"}, True),
     ],
 )
-def test_whether_a_level_is_isolated_is_told(level, isolated):
+def test_describe_says_whether_a_level_is_isolated(level, isolated):
     config = load_config(stack({"capacity": "8 MiB", **level}))
     (told,) = re.findall(r"^  isolate +(\w+) ", config.describe(), re.MULTILINE)
     assert told == str(isolated)

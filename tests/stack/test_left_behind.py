@@ -1,4 +1,4 @@
-"""A process closes its cache while a tier hangs: it ends, and what still writes may do so."""
+"""A process closes its cache while a tier hangs: it ends, and late writes are harmless."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_process_ends_though_a_tier_hangs_and_its_memory_stays(way: str) -> No
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["at that moment", "later"])
-async def test_a_call_whose_caller_is_cancelled_is_told_of_once(ends: bool) -> None:
+async def test_a_call_with_a_cancelled_caller_is_reported_once(ends: bool) -> None:
     cache = await SimCache.open(LevelSpec(FakeTier()))
     client, go_on, told = cache.levels[0].client, asyncio.Event(), list[bool]()
     slots = cache.arena.lease(2) or []

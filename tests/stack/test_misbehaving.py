@@ -1,4 +1,4 @@
-"""Tiers that do what no tier may do: the level lives on, and says and counts what happened."""
+"""Tiers that break every rule: the level survives, and logs and counts the faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counts(cache: SimCache) -> dict[str, Any]:
 
 @pytest.mark.parametrize("step", [*ANSWERS, *map(Raise, ERRORS)], ids=repr)
 @pytest.mark.parametrize("operation", ["put", "get", "contains"])
-async def test_a_call_that_goes_wrong_is_a_failure_as_a_whole(step: Any, operation: str) -> None:
+async def test_a_call_with_a_wrong_answer_fails_as_a_whole(step: Any, operation: str) -> None:
     step.on, step.times = operation, 1
     tier = SharedFakeTier([step])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK), slots=4) as cache:
@@ -65,7 +65,7 @@ async def test_a_call_that_goes_wrong_is_a_failure_as_a_whole(step: Any, operati
 
 
 @pytest.mark.parametrize("error", ERRORS[:-1])
-async def test_what_a_tier_raises_of_a_removal_or_when_it_closes_is_contained(
+async def test_errors_of_a_removal_or_a_close_are_contained(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = FakeTier([Raise(error, on="remove"), Raise(error, on="aclose")])
@@ -80,7 +80,7 @@ async def test_what_a_tier_raises_of_a_removal_or_when_it_closes_is_contained(
     assert "failed to close: " in caplog.messages[1]
 
 
-async def test_what_a_tier_says_at_once_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+async def test_synchronous_calls_of_a_tier_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     tier = FakeTier([Raise(SystemExit, on="spare"), Raise(KeyError, on="gauges")])
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(1, 2))
@@ -105,7 +105,7 @@ async def test_a_quota_that_is_no_number_is_a_failure() -> None:
         assert counts(cache)["errors"] == 1
 
 
-async def test_a_trial_that_is_cancelled_is_made_again() -> None:
+async def test_a_cancelled_trial_is_repeated() -> None:
     tier = FakeTier([Fail(on="get", times=2), Hang(on="get")], store=await flushed((1,)))
     tier.durable = True
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -172,7 +172,7 @@ async def test_a_writer_that_dies_is_started_again(caplog: pytest.LogCaptureFixt
         assert len(died) == 1, "the rate is bounded"
 
 
-async def test_a_read_that_dies_ends_as_a_miss_and_lets_others_go_on() -> None:
+async def test_a_read_that_dies_is_a_miss_and_does_not_stop_others() -> None:
     tier = FakeTier(store=await flushed((1, 2), (3,)), durable=True)
     async with cache_of(LevelSpec(tier), fetch_blocks_max=2) as cache:
         level = cache.levels[0]
@@ -220,7 +220,7 @@ async def test_writes_that_keep_failing_open_their_breaker_though_removals_work(
         assert level.client.states["put"] == "closed"
 
 
-async def test_reads_that_keep_failing_open_theirs_though_writes_work() -> None:
+async def test_reads_that_keep_failing_open_their_breaker_though_writes_work() -> None:
     tier = FakeTier([Fail(on="get", times=None)], store=await flushed((1,)), durable=True)
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         for number in range(10, 20):
@@ -252,7 +252,7 @@ async def test_removals_that_keep_failing_cost_no_other_block() -> None:
         assert tier.stored(cache.keys(99)[0])
 
 
-async def test_a_block_whose_removal_has_to_wait_is_not_written_again_before_it() -> None:
+async def test_a_block_is_not_written_again_before_its_delayed_removal() -> None:
     tier = SharedFakeTier([Fail(on="remove", times=2)])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         keys = cache.keys(1)
@@ -271,10 +271,10 @@ async def test_a_block_whose_removal_has_to_wait_is_not_written_again_before_it(
         assert tier.stored(keys[0]) is None
 
 
-# ---- calls left behind
+# ---- abandoned calls
 
 
-async def test_calls_left_behind_are_bounded_and_the_level_comes_back(caplog) -> None:
+async def test_abandoned_calls_are_bounded_and_the_level_recovers(caplog) -> None:
     tier = FakeTier(store=await flushed((1,)), durable=True, batch_max=1)
     spec = LevelSpec(tier, COMMIT, capacity_blocks=1024, settings=QUICK)
     async with cache_of(spec, slots=128) as cache:
@@ -297,7 +297,7 @@ async def test_calls_left_behind_are_bounded_and_the_level_comes_back(caplog) ->
         assert await cache.load(cache.keys(1)) == ["level1"]
 
 
-async def test_slots_of_calls_left_behind_are_bounded() -> None:
+async def test_slots_of_abandoned_calls_are_bounded() -> None:
     tier = FakeTier([Block(on="get", times=None)], store=await flushed(*[(n,) for n in range(6)]))
     tier.durable = True
     async with cache_of(LevelSpec(tier, settings=QUICK), slots=8) as cache:
@@ -315,7 +315,7 @@ async def test_slots_of_calls_left_behind_are_bounded() -> None:
         assert not tier.stored(cache.keys(5)[0]), "what waited is done without further ado"
 
 
-async def test_a_tier_whose_threads_hang_holds_up_no_other_level() -> None:
+async def test_a_tier_with_hanging_threads_delays_no_other_level() -> None:
     pools: dict[str, SimThreads] = {}
 
     def threads(name: str) -> SimThreads:
@@ -341,8 +341,8 @@ async def test_a_tier_whose_threads_hang_holds_up_no_other_level() -> None:
 # ---- the end
 
 
-def test_closing_takes_no_longer_than_is_promised() -> None:
-    """Behind the flush: the levels, and then whatever is deaf on the loop."""
+def test_closing_ends_within_the_promised_time() -> None:
+    """After the flush the levels are closed, and then tasks that ignore cancellation."""
     deaf_s: float = signature(Runtime.close).parameters["timeout_s"].default
     assert manager.CLOSE_TIMEOUT_S >= CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S
     assert manager.CLOSE_TIMEOUT_S + deaf_s <= 10
@@ -352,7 +352,7 @@ def test_closing_takes_no_longer_than_is_promised() -> None:
 @pytest.mark.parametrize("operation", ["put", "get", "aclose", "remove"])
 async def test_closing_takes_seconds_whatever_the_tiers_do(operation: Any, caplog) -> None:
     class Deaf(FakeTier):
-        """Not even its end ends what hangs in it."""
+        """A tier with hanging calls that do not end even with it."""
 
         def heal(self) -> None:
             pass

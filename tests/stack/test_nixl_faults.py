@@ -1,6 +1,6 @@
-"""Engines over servers that are killed and stopped, and the other way round, in mid-transfer.
+"""Engines over servers that are killed and stopped in mid-transfer, and the other way round.
 
-``KVLADDER_TRIALS`` says how often; ``python -m tests.kit.trials 200`` says how long things take.
+``KVLADDER_TRIALS`` sets the number; ``python -m tests.kit.trials 200`` prints the times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def child(cache):
 
 
 def recover(cache, number):
-    """Save and load until what host has forgotten comes back."""
+    """Save and load until blocks that host has evicted are read back."""
     numbers = count(number)
 
     def comes_back():
@@ -60,7 +60,7 @@ def recover(cache, number):
         save(cache, again)
         cache.flush(timeout_s=10)
         for other in range(3):
-            save(cache, keys(10**6 + other, BLOCKS))  # host has room for nothing else
+            save(cache, keys(10**6 + other, BLOCKS))  # host has no room for anything else
         return load(cache, again) == BLOCKS
 
     until(comes_back)
@@ -68,7 +68,7 @@ def recover(cache, number):
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
+def test_a_death_in_mid_transfer_costs_only_misses(tmp_path):
     random = Random(11)
     with (
         Far(tmp_path, slots=160, block_bytes=BLOCK_BYTES) as far,
@@ -88,7 +88,7 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
                     signal.pidfd_send_signal(fd, sent)
 
             if random.random() < 0.5:
-                save(cache, keys(first + 50, BLOCKS))  # a put is under way, and the get finds it so
+                save(cache, keys(first + 50, BLOCKS))  # the get runs while a put is in flight
                 strike()
             load(cache, keys(first, BLOCKS), strike=strike)
             load(cache, keys(first, BLOCKS))
@@ -105,8 +105,8 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(PARTS))
-def test_no_death_in_mid_transfer_costs_more_than_its_calls(tmp_path, seed):
-    """Of servers, clients and processes of tiers, over NIXL and Mooncake."""
+def test_a_death_in_mid_transfer_costs_only_its_calls(tmp_path, seed):
+    """Kills servers, clients and processes of tiers, over NIXL and Mooncake."""
     lanes = NIXL_LANES if find_spec("mooncake") is None else ALL_LANES
     trials = len(range(seed, TRIALS, PARTS))
     figures = asyncio.run(run(tmp_path, trials, lanes, seed=seed))

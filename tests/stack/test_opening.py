@@ -1,4 +1,4 @@
-"""Tiers that do not open, or say nonsense of what they have: the cache starts without them."""
+"""Tiers that do not open, or report invalid blocks: the cache starts without them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_tier_that_does_not_open_is_left_out_until_it_does(
         assert cache.manager.stats()["level1"]["task_failures"] == 0
 
 
-async def test_what_fails_for_good_is_tried_less_and_less() -> None:
+async def test_a_tier_that_never_opens_is_retried_less_and_less() -> None:
     tier = FakeTier([Fail(on="open", times=None)])
     async with cache_of(LevelSpec(tier)):
         await asyncio.sleep(600.0)
@@ -93,7 +93,7 @@ async def test_what_fails_for_good_is_tried_less_and_less() -> None:
         assert pauses[:6] == [5, 10, 20, 40, 60, 60]
 
 
-async def test_wrong_settings_are_an_error_at_start_and_no_other_time() -> None:
+async def test_wrong_settings_are_an_error_only_at_start() -> None:
     with pytest.raises(ConfigError, match="scripted"):
         await SimCache.open(LevelSpec(FakeTier([Raise(ConfigError, on="open")])))
     tier = FakeTier([Fail(on="open"), Raise(ConfigError, on="open", times=3)])
@@ -121,7 +121,7 @@ async def test_without_a_required_level_there_is_no_cache(trouble: str, operatio
             await closed.contains([])
 
 
-async def test_a_required_level_says_what_to_mend() -> None:
+async def test_a_required_level_says_what_to_fix() -> None:
     class Missing(FakeTier):
         async def open(self, context: TierContext) -> None:
             await super().open(context)
@@ -179,7 +179,7 @@ async def test_a_disk_that_fails_at_start_is_used_once_it_works(call: str, code:
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-async def test_a_disk_call_that_fails_at_start_costs_no_start_and_no_block(code: int) -> None:
+async def test_a_failing_disk_call_at_the_start_costs_no_block(code: int) -> None:
     for number in itertools.count(1):
         disk = new_disk()
         await stored_on(disk)
@@ -209,11 +209,11 @@ async def test_a_full_disk_is_read_from(caplog: pytest.LogCaptureFixture) -> Non
     assert any("its medium is full" in text for text in caplog.messages)
 
 
-# ---- what it says that it has
+# ---- recovered blocks
 
 
 class Telling(FakeTier):
-    """Recovers what a test says."""
+    """Recovers the blocks given by a test."""
 
     told: tuple[Any, ...] = ()
 
@@ -268,7 +268,7 @@ STRANGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("strange", STRANGE)
-async def test_what_cannot_be_a_block_is_passed_over(
+async def test_invalid_recovered_blocks_are_skipped(
     strange: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [[block(3), block(4)], [block(5)]]
@@ -292,7 +292,7 @@ async def test_good_blocks_beside_strange_ones_in_a_batch_are_held() -> None:
 
 
 @pytest.mark.parametrize("what", [None, [], 7])
-async def test_what_is_no_iterator_leaves_the_level_out(what: Any) -> None:
+async def test_a_recovery_that_returns_no_iterator_leaves_the_level_out(what: Any) -> None:
     tier = FakeTier(durable=True)
     tier.recover = lambda: what  # type: ignore[method-assign]
     async with cache_of(LevelSpec(tier), LevelSpec(FakeTier(), COMMIT)) as cache:
@@ -301,11 +301,11 @@ async def test_what_is_no_iterator_leaves_the_level_out(what: Any) -> None:
         await cache.settle()
 
 
-# ---- what happens meanwhile
+# ---- events during the recovery
 
 
 class Halting(FakeTier):
-    """Says the half of what it has, and waits."""
+    """Recovers half of its blocks, and waits."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -343,7 +343,7 @@ def reset(cache: SimCache) -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("forget", [remove, purge, clear, reset])
-async def test_what_is_removed_meanwhile_does_not_come_back(
+async def test_blocks_removed_while_a_level_is_left_out_do_not_come_back(
     forget: Callable[[SimCache], None], *, fails: bool
 ) -> None:
     first = FakeTier(durable=True)
@@ -364,7 +364,7 @@ async def test_what_is_removed_meanwhile_does_not_come_back(
         assert [*cache.levels[0].index] == kept
         assert [record.key for record in tier.records.values()] == kept
         assert cache.manager.removals == 0
-        if fails:  # whoever listens has to hear of what came late
+        if fails:  # listeners must learn of late blocks
             events = cache.manager.take_events()
             assert {*kept} <= {
                 key for event in events if isinstance(event, Stored) for key in event.keys
@@ -374,7 +374,7 @@ async def test_what_is_removed_meanwhile_does_not_come_back(
 @pytest.mark.parametrize("operation", ["open", "recover"])
 async def test_closing_takes_seconds_while_a_tier_hangs_in_its_start(operation: Any) -> None:
     class Deaf(FakeTier):
-        """Not even its end ends what hangs in it."""
+        """A tier with hanging calls that do not end even with it."""
 
         def heal(self) -> None:
             pass

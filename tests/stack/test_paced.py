@@ -1,4 +1,4 @@
-"""Batches larger than the arena, which go piece by piece, and in turn with others."""
+"""Batches larger than the arena: they are processed in pieces, in turn with others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = SimCache.keys(*range(100, 130))
 
 
 class Still:
-    """A clock on which no time goes by."""
+    """A clock that stands still."""
 
     def now(self) -> float:
         return 0.0
@@ -52,7 +52,7 @@ async def saved(cache: SimCache, paced: BatchedSave[Save], keys: Sequence[BlockK
 
 
 async def fetched(cache: SimCache, paced: BatchedFetch, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    """Read each piece; whose bytes came."""
+    """Read each piece; return the keys with the right bytes."""
     came: list[BlockKey] = []
     while True:
         await paced.settle()
@@ -69,7 +69,7 @@ async def fetched(cache: SimCache, paced: BatchedFetch, keys: Sequence[BlockKey]
         paced.advance()
 
 
-async def test_what_is_larger_than_the_arena_is_saved_and_fetched_whole() -> None:
+async def test_a_prompt_larger_than_the_arena_is_saved_and_fetched_whole() -> None:
     async with cache_of(level(), slots=8) as cache:
         manager = cache.manager
         pieces = await saved(cache, manager.save_paced(LONG), LONG)
@@ -80,7 +80,7 @@ async def test_what_is_larger_than_the_arena_is_saved_and_fetched_whole() -> Non
         assert await saved(cache, manager.save_paced(LONG[-4:]), LONG) == [0], "it is there"
 
 
-async def test_a_prefix_ends_with_what_is_missing_and_a_set_does_not() -> None:
+async def test_a_missing_block_ends_a_prefix_but_not_a_set() -> None:
     holed = [*LONG[:10], OTHER[0], *LONG[10:]]
     async with cache_of(level(), slots=8) as cache:
         manager = cache.manager
@@ -90,7 +90,7 @@ async def test_a_prefix_ends_with_what_is_missing_and_a_set_does_not() -> None:
         assert found == LONG
 
 
-async def test_those_who_come_first_have_the_next_slots() -> None:
+async def test_the_first_in_the_queue_gets_the_next_slots() -> None:
     async with cache_of(level(), slots=8) as cache:
         manager = cache.manager
         both = (
@@ -106,7 +106,7 @@ async def test_those_who_come_first_have_the_next_slots() -> None:
         assert await asyncio.gather(*readers) == [LONG, LONG, OTHER, OTHER]
 
 
-async def test_a_block_that_does_not_come_is_given_up_at_its_deadline() -> None:
+async def test_a_block_that_does_not_arrive_is_abandoned_at_its_deadline() -> None:
     tier = FakeTier(durable=True)
     async with cache_of(level(tier), slots=8) as cache:
         manager, clock = cache.manager, cache.manager.ladder.clock
@@ -123,7 +123,7 @@ async def test_a_block_that_does_not_come_is_given_up_at_its_deadline() -> None:
         assert await fetched(cache, manager.fetch_paced(LONG), LONG) == LONG
 
 
-async def test_who_closes_leaves_the_queue_and_holds_nothing() -> None:
+async def test_a_closed_transfer_leaves_the_queue_and_holds_nothing() -> None:
     async with cache_of(level(), slots=8) as cache:
         manager = cache.manager
         await saved(cache, manager.save_paced(LONG), LONG)
@@ -139,7 +139,7 @@ async def test_who_closes_leaves_the_queue_and_holds_nothing() -> None:
         third.close()
 
 
-async def test_who_is_never_asked_does_not_hold_up_those_behind_it() -> None:
+async def test_a_transfer_that_is_never_polled_delays_none_behind_it() -> None:
     async with cache_of(level(), slots=8) as cache:
         manager, clock = cache.manager, cache.manager.ladder.clock
         await saved(cache, manager.save_paced(LONG), LONG)
@@ -155,7 +155,7 @@ async def test_who_is_never_asked_does_not_hold_up_those_behind_it() -> None:
         assert await fetched(cache, forgotten, LONG) == LONG, "it has kept its place"
 
 
-async def test_what_finds_no_room_is_left_out_and_counted_when_none_is_to_come() -> None:
+async def test_blocks_are_skipped_and_counted_when_no_slot_will_become_free() -> None:
     async with cache_of(slots=4) as cache:
         manager, clock = cache.manager, cache.manager.ladder.clock
         cache.save(LONG[:4], priorities=[90] * 4)
@@ -170,7 +170,7 @@ async def test_what_finds_no_room_is_left_out_and_counted_when_none_is_to_come()
         pinned.release()
 
 
-async def test_a_tier_that_refuses_has_blocks_left_out() -> None:
+async def test_blocks_that_a_tier_refuses_are_left_out() -> None:
     tier = FakeTier(durable=True)
     async with cache_of(level(tier), slots=4) as cache:
         tier.script.extend([Fail(on="put")] * 50)

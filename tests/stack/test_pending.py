@@ -1,4 +1,4 @@
-"""The states of blocks on their way up, as simulations see them and as ``check`` asserts them."""
+"""The states of pending reads, as simulations see them and as ``check`` asserts them."""
 
 from __future__ import annotations
 

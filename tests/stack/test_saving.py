@@ -1,4 +1,4 @@
-"""What is being saved is forgotten once it is published, and what was removed does not count."""
+"""Blocks being saved are forgotten once published, and removed ones are not published."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def reserved(saving: Saving, *steps: range) -> None:
 
 
 def whole(saving: Saving, step: range) -> bool:
-    """Whether a step may be published as one."""
+    """Return whether a step may be published as one."""
     return saving.metas([key(n) for n in step], [Slot(n) for n in step]) is not None
 
 
-def test_what_others_save_stays() -> None:
+def test_blocks_of_other_saves_stay() -> None:
     saving = Saving()
     reserved(saving, range(3), range(3, 6), range(6, 9))
     for step in (range(3, 6), range(3)):
@@ -37,7 +37,7 @@ def test_what_others_save_stays() -> None:
     assert not saving.disjoint([key(0), key(6)])
 
 
-def test_of_what_was_removed_meanwhile_and_is_saved_anew_each_goes_alone() -> None:
+def test_a_block_removed_and_saved_again_makes_its_save_go_block_by_block() -> None:
     saving = Saving()
     reserved(saving, range(3))
     saving.discard([key(1)])

@@ -1,4 +1,4 @@
-"""A set of blocks: what of it is there is found and loaded, whatever is not."""
+"""A set of blocks: its available blocks are found and loaded, whichever are missing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HOLED = [OTHERS[0], SAVED[3], OTHERS[1], SAVED[0], SAVED[2], OTHERS[2]]
 
 
 def is_whole(cache: SimCache, found: dict[BlockKey, Slot]) -> bool:
-    """Whether each slot has the bytes of its block."""
+    """Return whether each slot has the bytes of its block."""
     return all(
         bytes(cache.arena.view(slot)[:64]) == cache.payload(key) for key, slot in found.items()
     )
 
 
 async def loaded(fetch: SetFetch) -> set[BlockKey]:
-    """What came of a fetch, which is released."""
+    """Return the loaded keys of a fetch, and release it."""
     await fetch.settle()
     found = set(fetch.found)
     fetch.release()
@@ -47,7 +47,7 @@ async def test_a_set_in_host_is_found_and_pinned_around_its_holes() -> None:
         assert cache.manager.lookup(SAVED).host == 4
 
 
-async def test_a_set_comes_up_from_below_in_one_batch() -> None:
+async def test_a_set_is_loaded_from_below_in_one_batch() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -60,7 +60,7 @@ async def test_a_set_comes_up_from_below_in_one_batch() -> None:
         assert tier.batches("get") == [3]
 
 
-async def test_a_block_that_is_damaged_below_costs_itself_only() -> None:
+async def test_a_damaged_block_costs_only_itself() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -69,7 +69,7 @@ async def test_a_block_that_is_damaged_below_costs_itself_only() -> None:
         assert cache.manager.holding(SAVED) == [True, True, False, True]
 
 
-async def test_what_has_not_come_at_the_deadline_is_missing_and_the_rest_is_there() -> None:
+async def test_at_the_deadline_a_set_has_the_blocks_that_arrived() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -85,7 +85,7 @@ async def test_what_has_not_come_at_the_deadline_is_missing_and_the_rest_is_ther
         held.let_go()
 
 
-async def test_a_level_that_fails_ends_the_wait_for_its_blocks_only() -> None:
+async def test_a_failing_level_ends_only_the_wait_for_its_own_blocks() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -94,7 +94,7 @@ async def test_a_level_that_fails_ends_the_wait_for_its_blocks_only() -> None:
         assert await loaded(cache.manager.fetch_set([*SAVED, *OTHERS])) == set(OTHERS[:2])
 
 
-async def test_what_is_removed_while_it_comes_is_missing() -> None:
+async def test_a_block_removed_while_it_loads_is_missing() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -105,7 +105,7 @@ async def test_what_is_removed_while_it_comes_is_missing() -> None:
         assert await loaded(again) == {SAVED[0], SAVED[2]}
 
 
-async def test_to_forget_a_set_costs_what_came_and_nothing_else() -> None:
+async def test_forgetting_a_set_removes_only_the_blocks_that_arrived() -> None:
     store = await flushed((0, 0, 0, 0))
     tier = FakeTier(store=store, durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
@@ -145,7 +145,7 @@ async def test_a_set_is_read_from_host_and_the_levels_that_are_named() -> None:
         assert await loaded(cache.manager.fetch_set(SAVED, levels=["level1"])) == set(SAVED)
 
 
-async def test_an_empty_set_and_one_named_twice() -> None:
+async def test_an_empty_set_and_repeated_keys_are_accepted() -> None:
     async with cache_of() as cache:
         cache.save(SAVED)
         assert cache.manager.holding([]) == []

@@ -1,4 +1,4 @@
-"""Levels on tiers that others use too: what they put is found, what they removed is a miss."""
+"""Levels on shared tiers: blocks of others are found, and blocks removed by others are misses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def put_by_others(tier, *path):
     return keys
 
 
-async def test_what_others_put_is_found() -> None:
+async def test_blocks_of_other_engines_are_found() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier)) as cache:
         keys = put_by_others(tier, 1, 2, 3)
@@ -40,7 +40,7 @@ async def test_what_others_put_is_found() -> None:
         assert cache.save(keys) == 0
 
 
-async def test_a_prefix_goes_on_where_the_index_ends() -> None:
+async def test_a_prefix_continues_in_the_tier_where_the_index_ends() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         put_by_others(tier, 1, 2, 3, 4)
@@ -50,7 +50,7 @@ async def test_a_prefix_goes_on_where_the_index_ends() -> None:
         assert tier.calls[-2].keys == tuple(cache.keys(1, 2, 3, 4)[2:])
 
 
-async def test_a_level_of_our_own_fills_a_hole_of_what_others_put() -> None:
+async def test_a_shared_tier_fills_a_hole_of_another_level() -> None:
     files = FakeTier(store=await flushed((1, 2, 3)), durable=True)
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(files), LevelSpec(tier)) as cache:
@@ -88,7 +88,7 @@ async def test_requests_with_one_prefix_ask_once() -> None:
             fetch.release()
 
 
-async def test_what_others_removed_is_a_miss_that_shortens_the_prefix() -> None:
+async def test_a_block_removed_by_another_engine_shortens_the_prefix() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT), slots=4) as cache:
         keys = cache.keys(1, 2, 3)
@@ -103,7 +103,7 @@ async def test_what_others_removed_is_a_miss_that_shortens_the_prefix() -> None:
 
 
 @pytest.mark.parametrize("trouble", [Hang(on="contains"), Fail(on="contains")])
-async def test_the_answer_comes_within_the_deadline_whatever_the_tier_does(trouble) -> None:
+async def test_a_fetch_ends_by_its_deadline_whatever_the_tier_does(trouble) -> None:
     tier = SharedFakeTier([trouble])
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
         keys = put_by_others(tier, 1, 2)
@@ -125,7 +125,7 @@ async def test_a_probe_has_a_deadline_of_its_own() -> None:
         assert cache.manager.stats()["level1"]["timeouts"] == 1
 
 
-async def test_a_tier_that_is_left_alone_is_not_asked() -> None:
+async def test_a_tier_with_an_open_breaker_is_not_asked() -> None:
     tier = SharedFakeTier([Fail(on="contains", times=2)])
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
         for n in (1, 2):
@@ -137,7 +137,7 @@ async def test_a_tier_that_is_left_alone_is_not_asked() -> None:
 
 
 @pytest.mark.parametrize("settled", [False, True])
-async def test_what_is_removed_while_it_is_asked_for_does_not_come_back(settled) -> None:
+async def test_a_block_removed_during_a_probe_does_not_come_back(settled) -> None:
     asking = Hold(on="contains", after=True)
     tier = SharedFakeTier([asking])
     async with cache_of(LevelSpec(tier)) as cache:
@@ -158,7 +158,7 @@ async def test_what_is_removed_while_it_is_asked_for_does_not_come_back(settled)
         assert cache.manager.stats()["level1"]["found"] == 0
 
 
-async def test_what_was_about_to_be_removed_when_it_was_asked_for_is_not_taken() -> None:
+async def test_a_block_awaiting_removal_during_a_probe_is_not_indexed() -> None:
     removing, asking = Hold(on="remove"), Hold(on="contains", after=True)
     tier = SharedFakeTier([removing, asking])
     async with cache_of(LevelSpec(tier)) as cache:
@@ -178,7 +178,7 @@ async def test_what_was_about_to_be_removed_when_it_was_asked_for_is_not_taken()
 
 
 @pytest.mark.parametrize("how", ["clear", "purge"])
-async def test_an_answer_to_what_was_asked_before_everything_went_is_void(how) -> None:
+async def test_the_answer_of_a_probe_from_before_a_clear_or_purge_is_discarded(how) -> None:
     asking = Hold(on="contains", after=True)
     tier = SharedFakeTier([asking])
     async with cache_of(LevelSpec(tier)) as cache:
@@ -194,7 +194,7 @@ async def test_an_answer_to_what_was_asked_before_everything_went_is_void(how) -
         assert cache.manager.stats()["level1"]["found"] == 0
 
 
-async def test_an_answer_that_cannot_be_taken_in_is_none_and_the_next_one_is() -> None:
+async def test_an_answer_that_cannot_be_indexed_is_dropped_and_the_next_one_works() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier)) as cache:
         level, faults = cache.levels[0], [1]
@@ -213,7 +213,7 @@ async def test_an_answer_that_cannot_be_taken_in_is_none_and_the_next_one_is() -
         assert cache.manager.stats()["host"]["task_failures"] == 1
 
 
-async def test_questions_begin_and_end_with_the_lock_held() -> None:
+async def test_probes_begin_and_end_with_the_lock_held() -> None:
     """The engine's thread looks through them when it removes blocks."""
 
     class Guarded(dict[BlockKey, Question]):
@@ -232,7 +232,7 @@ async def test_questions_begin_and_end_with_the_lock_held() -> None:
         assert not cache.stack.loader.prober._questions
 
 
-async def test_nobody_waits_for_a_block_that_was_removed_while_it_came() -> None:
+async def test_no_fetch_waits_for_a_block_removed_while_it_loads() -> None:
     reading = Hold(on="get", after=True)
     tier = FakeTier([reading], store=await flushed((1, 2)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -248,7 +248,7 @@ async def test_nobody_waits_for_a_block_that_was_removed_while_it_came() -> None
         second.release()
 
 
-async def test_clear_removes_what_others_put_as_well() -> None:
+async def test_a_clear_removes_blocks_of_other_engines_too() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         keys = put_by_others(tier, 1, 2)
@@ -265,7 +265,7 @@ async def test_clear_removes_what_others_put_as_well() -> None:
         assert await cache.load(keys) == []
 
 
-async def test_a_purge_of_a_salt_reaches_what_others_put() -> None:
+async def test_a_purge_of_a_salt_reaches_blocks_of_other_engines() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         tier.removable = {*cache.keys(1)}.__contains__
@@ -282,7 +282,7 @@ async def test_a_purge_of_a_salt_reaches_what_others_put() -> None:
         assert cache.levels[0].answers
 
 
-async def test_a_clear_that_fails_is_made_up_for() -> None:
+async def test_a_clear_that_fails_is_repeated() -> None:
     tier = SharedFakeTier([Fail(on="purge")])
     async with cache_of(LevelSpec(tier)) as cache:
         put_by_others(tier, 1, 2)
@@ -292,7 +292,7 @@ async def test_a_clear_that_fails_is_made_up_for() -> None:
         assert not tier.records
 
 
-async def test_its_capacity_bounds_what_is_known_to_be_there() -> None:
+async def test_the_capacity_bounds_the_index_and_not_the_tier() -> None:
     tier = SharedFakeTier(batch_max=2)
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=3), slots=16) as cache:
         cache.save(cache.keys(1, 2, 3))
@@ -316,7 +316,7 @@ async def test_its_capacity_bounds_what_is_known_to_be_there() -> None:
         assert await cache.load(cache.keys(1)) == ["level1"], "it is asked for, and found again"
 
 
-async def test_blocks_worth_more_do_not_give_way_to_what_is_found() -> None:
+async def test_found_blocks_do_not_evict_blocks_of_higher_priority() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=8), slots=16) as cache:
         cache.save(cache.keys(*range(8)), priorities=[80] * 8)
@@ -325,7 +325,7 @@ async def test_blocks_worth_more_do_not_give_way_to_what_is_found() -> None:
         assert cache.manager.stats()["level1"]["evicted"] == 0
 
 
-async def test_what_is_found_counts_as_admitted() -> None:
+async def test_found_blocks_count_as_admitted() -> None:
     tier = SharedFakeTier()
     rule = OffloadRule(min_priority=70)
     async with cache_of(LevelSpec(tier, rule)) as cache:
@@ -345,7 +345,7 @@ async def test_a_long_prefix_is_asked_for_in_batches_up_to_the_first_hole() -> N
         assert tier.batches("contains") == [4, 4]
 
 
-async def test_a_full_medium_is_used_within_what_it_took() -> None:
+async def test_a_full_medium_is_used_within_the_blocks_that_it_accepted() -> None:
     tier = SharedFakeTier(batch_max=2)
     async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
         cache.save(cache.keys(1, 2, 3, 4))
@@ -363,14 +363,14 @@ async def test_a_full_medium_is_used_within_what_it_took() -> None:
         assert cache.manager.stats()["level1"]["evicted"] == 1
 
 
-async def test_what_is_flushed_outlives_the_process() -> None:
+async def test_flushed_blocks_outlive_the_process() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier)) as cache:
         cache.save(cache.keys(1, 2))
     assert len(tier.records) == 2
 
 
-async def test_closing_while_it_is_asked() -> None:
+async def test_a_cache_can_be_closed_during_a_probe() -> None:
     tier = SharedFakeTier([Hang(on="contains")])
     async with cache_of(LevelSpec(tier)) as cache:
         fetch = cache.manager.fetch(put_by_others(tier, 1))
@@ -380,7 +380,7 @@ async def test_closing_while_it_is_asked() -> None:
         assert (fetch.done, fetch.blocks) == (True, 0)
 
 
-async def test_what_others_put_is_its_requests_and_goes_with_its_salt() -> None:
+async def test_a_found_block_gets_the_salt_of_its_request_and_is_purged_with_it() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier), slots=16) as cache:
         theirs, others = put_by_others(tier, 1, 2), put_by_others(tier, 3)
@@ -398,7 +398,7 @@ async def test_what_others_put_is_its_requests_and_goes_with_its_salt() -> None:
         assert await cache.load(others) == ["host"]
 
 
-async def test_what_others_put_does_not_arrive_after_its_salt_was_purged() -> None:
+async def test_a_found_block_does_not_arrive_after_a_purge_of_its_salt() -> None:
     reading = Hold(on="get", after=True)
     tier = SharedFakeTier([reading])
     async with cache_of(LevelSpec(tier)) as cache:
@@ -417,7 +417,7 @@ async def test_what_others_put_does_not_arrive_after_its_salt_was_purged() -> No
         assert tier.stored(keys[0]) is None
 
 
-async def test_what_is_found_while_its_salt_is_purged_is_not_taken() -> None:
+async def test_a_block_found_during_a_purge_of_its_salt_is_not_indexed() -> None:
     asking = Hold(on="contains", after=True)
     tier = SharedFakeTier([asking])
     async with cache_of(LevelSpec(tier)) as cache:

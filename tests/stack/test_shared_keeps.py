@@ -1,6 +1,6 @@
-"""Nothing is removed from a shared tier but by a user: what one engine gives up, others may use.
+"""Only a user removes blocks from a shared tier: an engine's evicted blocks stay for others.
 
-The tier of each test calls every other removal a broken rule, which ends the test as failed.
+The tier of each test treats every other removal as a broken rule, which fails the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMIT_50 = OffloadRule(when="commit", min_priority=50)
 
 
 def known(cache: SimCache, *path: int) -> int:
-    """How many blocks of a prefix the shared level holds in its index."""
+    """Return how many blocks of a prefix the shared level has in its index."""
     return sum(key in cache.levels[0].index for key in cache.keys(*path))
 
 
@@ -38,7 +38,7 @@ async def stored(cache: SimCache, *path: int, **options: object) -> None:
     assert known(cache, *path) == len(path)
 
 
-async def test_what_sinks_below_the_threshold_is_forgotten_here_alone() -> None:
+async def test_a_block_below_the_threshold_is_forgotten_only_locally() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT_50)) as cache:
         await stored(cache, 1, 2, priorities=[80, 80])
@@ -51,7 +51,7 @@ async def test_what_sinks_below_the_threshold_is_forgotten_here_alone() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-async def test_what_expires_here_the_tier_lets_expire_by_itself(own: bool) -> None:
+async def test_an_expired_block_is_left_to_the_tiers_own_expiry(own: bool) -> None:
     tier = SharedFakeTier()
     rule = OffloadRule(when="commit", ttl_s=None if own else 10.0)
     async with cache_of(LevelSpec(tier, rule)) as cache:
@@ -64,7 +64,7 @@ async def test_what_expires_here_the_tier_lets_expire_by_itself(own: bool) -> No
         assert [tier.at(key, 0) is not None for key in cache.keys(1, 2)] == [False, True]
 
 
-async def test_what_expires_while_it_is_written() -> None:
+async def test_a_block_that_expires_during_its_write_is_not_held() -> None:
     holding = Hold(on="put", after=True)
     tier = SharedFakeTier([holding])
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
@@ -77,7 +77,7 @@ async def test_what_expires_while_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-async def test_what_makes_room_in_the_index_stays_in_the_tier(found: bool) -> None:
+async def test_a_block_evicted_from_the_index_stays_in_the_tier(found: bool) -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=16) as cache:
         await stored(cache, 1, 2)
@@ -92,7 +92,7 @@ async def test_what_makes_room_in_the_index_stays_in_the_tier(found: bool) -> No
 
 @pytest.mark.parametrize("make", [Fail, Hang, lambda **how: Wrong("short", **how)])
 @pytest.mark.parametrize("after", [True, False])
-async def test_what_a_write_left_that_failed_is_as_good_as_any_block(
+async def test_blocks_left_by_a_failed_write_are_served(
     make: Callable[..., Fail], *, after: bool
 ) -> None:
     tier = SharedFakeTier([make(on="put", after=after)])
@@ -107,7 +107,7 @@ async def test_what_a_write_left_that_failed_is_as_good_as_any_block(
 
 
 @pytest.mark.parametrize("purges", [True, False])
-async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purges: bool) -> None:
+async def test_an_abandoned_write_restores_no_removed_block(purges: bool) -> None:
     late = Hang(on="put", stubborn=True)
     tier = SharedFakeTier([late])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
@@ -130,7 +130,7 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
 
 
 class Refusing(SharedFakeTier):
-    """Takes no block, or has no room for one, and says so late."""
+    """Refuses all blocks, or has no room, and reports it late."""
 
     is_full = False
 
@@ -142,7 +142,7 @@ class Refusing(SharedFakeTier):
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-async def test_what_a_user_removes_while_it_is_refused_goes_for_the_others_too(
+async def test_a_block_removed_while_it_is_refused_is_removed_for_all_engines(
     is_full: bool,
 ) -> None:
     tier = Refusing()
@@ -174,7 +174,7 @@ async def test_a_purge_of_all_reaches_writes_that_end_after_it(after_s: float) -
         assert (cache.manager.removals, tier.records) == (0, {})
 
 
-async def test_bytes_that_one_engine_could_not_use_stay_for_others() -> None:
+async def test_bytes_that_one_engine_could_not_use_stay_for_other_engines() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         await stored(cache, 1, 2)
@@ -187,7 +187,7 @@ async def test_bytes_that_one_engine_could_not_use_stay_for_others() -> None:
         assert len(tier.records) == 2
 
 
-async def test_a_reset_leaves_it_alone() -> None:
+async def test_a_reset_leaves_a_shared_tier_alone() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         await stored(cache, 1, 2)
@@ -213,7 +213,7 @@ async def test_a_damaged_block_is_replaced_when_it_is_put_again(coded: bool) -> 
         assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
 
 
-async def test_what_is_stored_and_was_not_found_damaged_is_not_replaced() -> None:
+async def test_a_stored_undamaged_block_is_not_replaced() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         (key,) = cache.keys(1)
@@ -223,7 +223,7 @@ async def test_what_is_stored_and_was_not_found_damaged_is_not_replaced() -> Non
         assert tier.records[key] is before
 
 
-async def test_only_where_it_is_full_do_blocks_make_way_in_the_tier() -> None:
+async def test_blocks_are_evicted_from_the_tier_only_when_it_is_full() -> None:
     tier = SharedFakeTier(batch_max=1)
     async with cache_of(LevelSpec(tier, COMMIT), slots=16) as cache:
         await stored(cache, 1, 2)

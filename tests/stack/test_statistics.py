@@ -1,4 +1,4 @@
-"""What is counted: queries and hits by level, shared loads, deadlines, drops, queues, ages."""
+"""Counters: queries and hits by level, shared loads, deadlines, drops, queues, ages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def asked(cache: SimCache) -> dict[str, tuple[int, int]]:
     return {name: (stats[name]["queries"], stats[name]["hits"]) for name in names}
 
 
-async def test_a_level_is_asked_for_what_no_hotter_one_has() -> None:
+async def test_a_level_is_asked_only_for_blocks_missing_above_it() -> None:
     first = LevelSpec(FakeTier(store=await flushed((1, 2)), durable=True))
     second = LevelSpec(FakeTier(store=await flushed((1, 2, 3, 4)), durable=True))
     async with cache_of(first, second) as cache:
@@ -28,7 +28,7 @@ async def test_a_level_is_asked_for_what_no_hotter_one_has() -> None:
         assert asked(cache) == {"host": (5, 1), "level1": (4, 2), "level2": (2, 1)}
 
 
-async def test_a_level_that_is_left_alone_is_not_asked() -> None:
+async def test_a_level_with_an_open_breaker_is_not_asked() -> None:
     tier = FakeTier([Hang(on="get", times=2)], store=await flushed((1,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
         for _ in range(2):
@@ -39,7 +39,7 @@ async def test_a_level_that_is_left_alone_is_not_asked() -> None:
         assert asked(cache) == {"host": (3, 0), "level1": (2, 0)}
 
 
-async def test_a_block_that_is_on_its_way_is_joined_and_read_once() -> None:
+async def test_a_block_in_flight_is_joined_and_read_once() -> None:
     hold = Hold(on="get")
     tier = FakeTier([hold], store=await flushed((1, 2)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -107,7 +107,7 @@ async def test_the_age_of_a_queue_is_that_of_its_oldest_block() -> None:
         assert cache.manager.stats()["level1"]["queue_age_s"] == 0
 
 
-async def test_ages_and_distances_by_level() -> None:
+async def test_ages_and_reuse_distances_are_counted_by_level() -> None:
     tier = FakeTier(batch_max=1)
     spec = LevelSpec(tier, COMMIT, capacity_blocks=2)
     async with cache_of(spec, slots=2, reserve_blocks=0) as cache:

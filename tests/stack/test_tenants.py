@@ -1,4 +1,4 @@
-"""Quotas of cache salts, and limits to what requests may raise, in every level."""
+"""Quotas of cache salts, and limits of request priorities, in every level."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_above_its_quota_a_salt_gives_up_its_own_blocks_and_no_more_than_i
     await cache.aclose()
 
 
-async def test_what_a_salt_ranks_lowest_goes_first() -> None:
+async def test_a_salts_blocks_of_lowest_priority_are_evicted_first() -> None:
     cache = await SimCache.open(slots=16, shares=Shares(tenant=4))
     cache.save(keys(1, 2), salt="a", priorities=[80, 80])
     cache.save(keys(2, 2), salt="a")
@@ -60,7 +60,7 @@ async def test_what_a_salt_ranks_lowest_goes_first() -> None:
     await cache.aclose()
 
 
-async def test_a_level_below_keeps_to_a_quota_and_nobody_else_makes_room() -> None:
+async def test_a_level_below_keeps_a_quota_without_evicting_other_salts() -> None:
     rule = OffloadRule(when="commit")
     level = LevelSpec(FakeTier(), rule, 8, shares=Shares(tenant=4))
     cache = await SimCache.open(level, slots=32)
@@ -76,7 +76,7 @@ async def test_a_level_below_keeps_to_a_quota_and_nobody_else_makes_room() -> No
     await cache.aclose()
 
 
-async def test_raised_blocks_beyond_their_share_are_lowered_the_end_of_a_prompt_first() -> None:
+async def test_priorities_raised_beyond_a_share_are_lowered_from_the_prompts_end() -> None:
     cache = await SimCache.open(slots=16, shares=Shares(raised=8, raised_tenant=4))
     cache.save(keys(1, 6), salt="a", priorities=[100] * 6, durations_s=[1e6] * 6)
     index = cache.stack.host.index
@@ -92,7 +92,7 @@ async def test_raised_blocks_beyond_their_share_are_lowered_the_end_of_a_prompt_
     await cache.aclose()
 
 
-async def test_what_a_request_asks_for_is_clipped_counted_and_said_once(
+async def test_limits_clip_the_terms_of_a_request_and_warn_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = await SimCache.open(slots=16, limits=Limits(priority=80, pin_s=60.0))

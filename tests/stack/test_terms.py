@@ -1,4 +1,4 @@
-"""Where blocks may be, until when, and what a purge leaves: levels, TTLs and salts of requests."""
+"""Terms of requests: the levels of blocks, TTLs, salts, and purges."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_flush_keeps_to_the_levels_of_a_request() -> None:
         assert cache.manager.lookup(cache.keys(3, 4)) == (0, 2)
 
 
-async def test_a_block_passes_by_the_levels_that_it_may_not_be_in() -> None:
+async def test_a_block_skips_the_levels_that_it_may_not_be_in() -> None:
     first, second = FakeTier(), FakeTier()
     async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT)) as cache:
         keys = cache.keys(1, 2)
@@ -87,7 +87,7 @@ async def test_after_a_restart_a_block_stays_where_it_was_allowed() -> None:
         assert metas == {2: 0b11, 3: 0b10, 4: -1}
 
 
-async def test_a_block_that_another_request_offers_may_what_either_allows() -> None:
+async def test_a_block_saved_by_two_requests_has_the_wider_terms() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
         keys = cache.keys(1, 2)
@@ -124,7 +124,7 @@ async def test_only_the_levels_of_a_request_are_read() -> None:
         assert not any(call.operation == "get" for call in tiers[1].calls)
 
 
-async def test_what_is_in_host_is_read_only_from_there() -> None:
+async def test_a_block_in_host_is_read_only_from_host() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         keys = cache.keys(1, 2)
@@ -137,7 +137,7 @@ async def test_what_is_in_host_is_read_only_from_there() -> None:
         assert cache.manager.lookup(keys, levels=["host"]) == (2, 2)
 
 
-async def test_who_joins_a_load_is_left_when_it_goes_on_where_they_may_not_read() -> None:
+async def test_a_joined_load_ends_for_a_fetch_at_levels_that_it_may_not_read() -> None:
     first, second = FakeTier(), FakeTier()
     async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT)) as cache:
         keys = cache.keys(1)
@@ -202,7 +202,7 @@ async def test_the_earlier_of_two_ttls_counts_in_a_level() -> None:
         assert cache.manager.lookup(cache.keys(1)).host == 1
 
 
-async def test_a_requests_time_goes_on_over_a_restart() -> None:
+async def test_the_ttl_of_a_request_continues_over_a_restart() -> None:
     store = FakeStore()
     async with cache_of(durable(store)) as cache:
         cache.save(cache.keys(1), ttl_s=10.0)
@@ -218,8 +218,8 @@ async def test_a_requests_time_goes_on_over_a_restart() -> None:
 
 
 @pytest.mark.parametrize("rule", [COMMIT, OffloadRule(when="commit", ttl_s=10.0)])
-async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: OffloadRule) -> None:
-    """The clock that said so is set back later; the tier has forgotten the block by then."""
+async def test_blocks_that_expired_between_runs_do_not_come_back(rule: OffloadRule) -> None:
+    """The clock is set back later; by then the tier has forgotten the block."""
     store = FakeStore()
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), rule)) as cache:
         cache.save(cache.keys(1), ttl_s=10.0 if rule.ttl_s is None else None)
@@ -234,7 +234,7 @@ async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: Offl
             assert len(tier.records) == len(cache.levels[0].index)
 
 
-async def test_what_expires_on_its_way_does_not_arrive() -> None:
+async def test_a_block_that_expires_in_flight_does_not_arrive() -> None:
     tier = FakeTier()
     hold = Hold(on="put")
     tier.script.append(hold)
@@ -251,7 +251,7 @@ async def test_what_expires_on_its_way_does_not_arrive() -> None:
         assert cache.arena.free == cache.arena.slots
 
 
-async def test_who_loads_from_a_block_keeps_its_slot_when_it_expires() -> None:
+async def test_a_fetch_keeps_the_slot_of_a_block_that_expires() -> None:
     async with cache_of() as cache:
         cache.save(cache.keys(1), ttl_s=1.0)
         fetch = cache.manager.fetch(cache.keys(1))
@@ -263,7 +263,7 @@ async def test_who_loads_from_a_block_keeps_its_slot_when_it_expires() -> None:
         assert cache.arena.free == cache.arena.slots
 
 
-async def test_ends_of_blocks_that_are_gone_are_not_kept() -> None:
+async def test_expiry_times_of_removed_blocks_are_not_kept() -> None:
     async with cache_of(slots=4) as cache:
         for number in range(500):
             cache.save(cache.keys(number), ttl_s=1e6)
@@ -296,7 +296,7 @@ async def test_a_purge_removes_a_salt_everywhere_and_nothing_else() -> None:
             cache.manager.purge("")
 
 
-async def test_a_purge_reaches_what_is_under_way() -> None:
+async def test_a_purge_reaches_blocks_in_flight() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT), slots=8) as cache:
         cache.save(cache.keys(1), salt="tenant", levels=["level1"])
@@ -319,7 +319,7 @@ async def test_a_purge_reaches_what_is_under_way() -> None:
         assert len(cache.stack.host.index) == len(cache.levels[0].index) == len(tier.records) == 0
 
 
-async def test_while_a_purge_is_under_way_nothing_of_its_salt_is_stored() -> None:
+async def test_no_block_of_a_salt_is_stored_during_its_purge() -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier, COMMIT), slots=8) as cache:
         cache.save(cache.keys(1), salt="tenant")
@@ -359,7 +359,7 @@ async def test_a_salt_is_found_after_a_restart() -> None:
     ],
     ids=str,
 )
-async def test_priorities_and_durations_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+async def test_invalid_priorities_and_durations_are_refused(wrong: dict[str, Any]) -> None:
     async with cache_of() as cache:
         with pytest.raises(ValueError, match="expected"):
             cache.manager.save(cache.keys(1), **wrong)
@@ -377,7 +377,7 @@ class Careless(SharedFakeTier):
 
 
 @pytest.mark.parametrize("checks", [True, False])
-async def test_what_has_expired_in_a_shared_tier_is_not_served(*, checks: bool) -> None:
+async def test_expired_blocks_of_a_shared_tier_are_not_served(*, checks: bool) -> None:
     store = FakeStore()
     async with cache_of(LevelSpec(Careless(store=store), COMMIT)) as cache:
         keys = cache.keys(1, 2, 3)
@@ -400,7 +400,7 @@ async def test_what_has_expired_in_a_shared_tier_is_not_served(*, checks: bool) 
 
 @pytest.mark.parametrize("own", [True, False])
 async def test_a_clock_that_ran_ahead_keeps_no_block_longer_than_a_ttl(*, own: bool) -> None:
-    """What was stored a century ahead goes a TTL after the clock was set right."""
+    """A block stored a century ahead expires one TTL after the clock was corrected."""
     store, century_s = FakeStore(), 3.2e9
     rule = OffloadRule(when="commit", ttl_s=60.0)
     for ahead_s in (century_s, 0.0):

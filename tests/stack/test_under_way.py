@@ -1,4 +1,4 @@
-"""What is under way while blocks are forgotten gets nowhere."""
+"""Blocks in flight while they are forgotten are not stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = pytest.mark.parametrize("how", ["reset", "clear", "purge"])
 
 
 @WAYS
-async def test_what_is_being_saved(how: str) -> None:
+async def test_blocks_being_saved_are_forgotten(how: str) -> None:
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         saving = cache.manager.save(cache.keys(1, 2), salt="tenant")
         await forget(cache, how)
@@ -38,7 +38,7 @@ async def test_what_is_being_saved(how: str) -> None:
 
 
 @WAYS
-async def test_what_is_being_written(how: str) -> None:
+async def test_blocks_being_written_are_forgotten(how: str) -> None:
     writing = Hold(on="put", after=True)
     tier = FakeTier([writing], batch_max=1)
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
@@ -52,7 +52,7 @@ async def test_what_is_being_written(how: str) -> None:
 
 
 @WAYS
-async def test_what_is_coming_up(how: str) -> None:
+async def test_blocks_being_loaded_are_forgotten(how: str) -> None:
     tier, reading = FakeTier(), Hold(on="get", after=True)
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(1, 2), salt="tenant")
@@ -70,7 +70,7 @@ async def test_what_is_coming_up(how: str) -> None:
         assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
 
 
-async def test_nothing_is_taken_until_all_is_forgotten_and_then_it_is() -> None:
+async def test_blocks_are_accepted_again_only_after_a_clear_has_ended() -> None:
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         cache.save(cache.keys(1))
         await cache.settle()
@@ -83,7 +83,7 @@ async def test_nothing_is_taken_until_all_is_forgotten_and_then_it_is() -> None:
         assert cache.levels[0].stats.stored == 2
 
 
-async def test_what_begins_to_come_up_while_its_salt_is_being_purged() -> None:
+async def test_a_load_begun_during_a_purge_of_its_salt_is_forgotten() -> None:
     tier, reading = FakeTier(), Hold(on="get", after=True)
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         cache.save(cache.keys(7))
@@ -104,8 +104,8 @@ async def test_what_begins_to_come_up_while_its_salt_is_being_purged() -> None:
         assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
 
 
-async def test_nothing_waits_for_a_tier_that_is_left_alone() -> None:
-    """It would keep slots from others."""
+async def test_no_block_waits_for_a_tier_with_an_open_breaker() -> None:
+    """Waiting blocks would keep slots from others."""
     tier = FakeTier([Fail(on="put", times=2)], batch_max=1)
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(*range(6)))
@@ -116,8 +116,8 @@ async def test_nothing_waits_for_a_tier_that_is_left_alone() -> None:
         assert level.stats.as_dict(8)["dropped_breaker"] == 4
 
 
-async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None:
-    """Though nothing is saved or loaded meanwhile."""
+async def test_the_next_victims_are_written_once_a_tier_recovers() -> None:
+    """Although no call saves or loads anything meanwhile."""
     tier = FakeTier(store=await flushed((99,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK), reserve_blocks=4) as cache:
         level = cache.levels[0]
@@ -133,8 +133,8 @@ async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None
 
 
 @pytest.mark.parametrize("salt", ["tenant", "another"])
-async def test_a_recall_of_a_salt_spares_and_names_none_of_another_salt(salt: str) -> None:
-    """Whether their writes are queued, under way or abandoned, or an abandoned removal is."""
+async def test_a_recall_of_a_salt_leaves_other_salts_alone(salt: str) -> None:
+    """Their writes may be queued, in flight or abandoned, or an abandoned removal may exist."""
     late, slow = Hang(on="put", stubborn=True), Hold(on="put")
     lost = Hang(on="remove", stubborn=True)
     tier = FakeTier([lost], batch_max=2)

@@ -1,4 +1,4 @@
-"""Fetches and saves whose owner loses them: their slots are given back, and somebody is told."""
+"""Fetches and saves that their owner loses: their slots are released, with a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = SimCache.keys(2, *range(1, SLOTS))
 
 
 async def filled(*levels: LevelSpec) -> SimCache:
-    """A cache all of whose slots hold ``FIRST``, and its levels too."""
+    """Return a cache with ``FIRST`` in all its slots and its levels."""
     cache = await SimCache.open(*levels, slots=SLOTS)
     cache.save(FIRST)
     await cache.settle()
@@ -58,7 +58,7 @@ LOST = [lost_fetch, lost_set, lost_save, lost_paced]
 
 
 @pytest.mark.parametrize("lose", LOST)
-async def test_what_was_lost_is_given_back_and_said(
+async def test_lost_fetches_and_saves_are_released_with_a_warning(
     lose: Callable[[CacheManager], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = await filled()
@@ -72,13 +72,13 @@ async def test_what_was_lost_is_given_back_and_said(
     assert "was lost by its owner" in caplog.text
     assert manager.stats()["loop"]["unreleased"] >= 1
     paced = manager.fetch_paced(OTHERS)
-    assert paced.ready  # nobody is before it
+    assert paced.ready  # none is before it
     paced.close()
     cache.manager.check()
     await cache.aclose()
 
 
-async def test_one_that_waits_for_a_tier_is_given_back_when_its_blocks_have_come() -> None:
+async def test_a_lost_fetch_is_released_once_its_blocks_have_arrived() -> None:
     hold = Hold(on="get")
     tier = FakeTier()
     cache = await filled(LevelSpec(tier, OffloadRule(when="commit"), capacity_blocks=64))
@@ -97,7 +97,7 @@ async def test_one_that_waits_for_a_tier_is_given_back_when_its_blocks_have_come
     await cache.aclose()
 
 
-async def test_one_may_be_lost_while_the_lock_is_held() -> None:
+async def test_a_fetch_may_be_lost_while_the_lock_is_held() -> None:
     """A collection of garbage may begin anywhere."""
     cache = await filled()
     fetch = cache.manager.fetch(FIRST)
@@ -110,7 +110,7 @@ async def test_one_may_be_lost_while_the_lock_is_held() -> None:
 
 
 @pytest.mark.slow
-async def test_what_was_released_or_holds_nothing_is_not_lost() -> None:
+async def test_released_or_empty_fetches_are_not_lost() -> None:
     cache = await filled()
     manager = cache.manager
     fetch, missing, save = manager.fetch(FIRST), manager.fetch(OTHERS), manager.save(FIRST)
@@ -126,7 +126,7 @@ async def test_what_was_released_or_holds_nothing_is_not_lost() -> None:
     await cache.aclose()
 
 
-def test_closing_says_what_is_still_held() -> None:
+def test_closing_reports_unreleased_fetches_and_saves() -> None:
     layout = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
     stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
     said: list[str] = []

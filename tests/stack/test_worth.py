@@ -26,16 +26,16 @@ from kvladder.tiers.label import Read, Ref
 from kvladder.tiers.ladder.loading.fetch import Fetch
 
 Link = Literal["calls", "lines", "wire"]
-"""What takes the time: each call, each block on its connection, or each block on the only one."""
+"""The source of delay: each call, each block on its connection, or each on the only one."""
 
 BLOCK_S = 0.020
 """Seconds to compute a block."""
 MOST = 1.1 + 1e-9
-"""Of the time without a cache: what the README promises."""
+"""The README's promise, relative to the time without a cache."""
 BESIDE_S = 0.002
-"""What it promises beside."""
+"""The additional seconds of that promise."""
 STEP_S = 0.002
-"""How often an engine asks whether a fetch is done."""
+"""The interval at which an engine polls a fetch."""
 SPEEDS = [1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 1.0, 10.0, 100.0]
 
 
@@ -62,17 +62,17 @@ class Paced(FakeTier):
 
 
 class PacedShared(Paced, SharedFakeTier):
-    """One that others have filled."""
+    """A paced shared tier, filled by others."""
 
 
 class Engine:
-    """Computes what the cache does not give in time, in virtual time, one request at a time."""
+    """Computes the blocks that the cache does not deliver in time, one request at a time."""
 
     def __init__(self, cache: SimCache, tier: Paced, *, own_tokens: int = 0) -> None:
         self.cache = cache
         self.tier = tier
         self.own_tokens = own_tokens
-        """What each prompt has behind its whole blocks."""
+        """The number of each prompt's tokens behind its whole blocks."""
         self.hits = 0
 
     @property
@@ -80,7 +80,7 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def serve(self, prompt: int, blocks: int = 32) -> float:
-        """Time to first token, in parts of what it takes without a cache."""
+        """Return the time to first token, relative to the time without a cache."""
         began = self.now
         fetch = self.cache.manager.fetch(self.keys(prompt, blocks))
         return await self.compute(fetch, began)
@@ -105,7 +105,7 @@ class Engine:
 async def opened(
     tier: Paced, prompts: Sequence[int], *, blocks: int = 32, slots: int = 128
 ) -> tuple[SimCache, Engine]:
-    """A cache whose tier has the blocks of these prompts."""
+    """Return a cache over a tier with the blocks of these prompts."""
     tier.wire = asyncio.Lock()
     if not isinstance(tier, SharedFakeTier):
         filled = FakeTier(store=tier.store)
@@ -140,7 +140,7 @@ def made(kind: str, speed_s: float, link: Link, **options: float) -> Paced:
 async def test_no_speed_of_a_tier_makes_requests_slower(
     kind: str, link: Link, speed_s: float
 ) -> None:
-    """Neither with prompts of one length nor of several."""
+    """The prompts have one length or several."""
     for lengths in ([32], [16, 64, 40, 24]):
         cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
         times = [await engine.serve(at, lengths[at % len(lengths)]) for at in range(16)]
@@ -153,10 +153,10 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
 @pytest.mark.parametrize("speed_s", SPEEDS)
 @pytest.mark.parametrize("blocks", [3, 15, 16, 31])
 @pytest.mark.parametrize("own", [0, 10])
-async def test_nor_requests_that_are_too_short_to_learn_from(
+async def test_no_speed_of_a_tier_slows_requests_too_short_to_learn_from(
     kind: str, speed_s: float, blocks: int, own: int
 ) -> None:
-    """Of 12 to 124 tokens, and ``own``: what the tier has is all that they could sample."""
+    """Prompts have 12 to 124 tokens, ``own`` of them new: a sample would take all blocks."""
     cache, engine = await opened(made(kind, speed_s, "calls"), range(16), blocks=blocks)
     engine.own_tokens = own
     times = [await engine.serve(at, blocks) for at in range(16)]
@@ -168,8 +168,8 @@ async def test_nor_requests_that_are_too_short_to_learn_from(
 @pytest.mark.product("kind", "link")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])
-async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
-    """But for what one request computes to see how long it takes."""
+async def test_blocks_of_a_fast_tier_are_served(kind: str, link: Link) -> None:
+    """Except for the sample that one request computes to measure the time."""
     for speed_s in (1e-5, 1e-4, 5e-4):
         lengths = [32, 64, 16, 5, 48, 1]
         cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
@@ -187,7 +187,7 @@ async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("slow_s", [0.1, 1.0, 100.0])
 async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> None:
-    """Within a bounded number of requests, none of which waits for the trials."""
+    """This takes a bounded number of requests, and none of them waits for the trials."""
     tier = made(kind, slow_s, "lines")
     cache, engine = await opened(tier, range(40), slots=256)
     for at in range(12):
@@ -195,7 +195,7 @@ async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> N
     reads = tier.batches("get")
     assert engine.hits == 0
     assert sum(reads[-2:]) <= 2 * TRIAL_BLOCKS, "trials are small"
-    await asyncio.sleep(3600)  # so that nothing is under way
+    await asyncio.sleep(3600)  # so that no work is in flight
     tier.block_s = 0.0001
     served: list[int] = []
     for at in range(12, 12 + 3 * TRIAL_EVERY):
@@ -206,7 +206,7 @@ async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> N
 
 
 async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
-    """Also by requests that a part of the blocks is of no use for."""
+    """Also by requests for which a part of the blocks is useless."""
     tiers = [made("own", 1e-4, "lines"), made("own", 0.1, "lines")]
     for tier, part in zip(tiers, (slice(16), slice(16, 32)), strict=True):
         first = await SimCache.open(spec(FakeTier(store=tier.store)), slots=40 * 32)
@@ -229,7 +229,7 @@ async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
     await cache.aclose()
 
 
-async def test_a_trial_of_blocks_that_have_gone_is_nothing() -> None:
+async def test_a_trial_of_removed_blocks_does_no_harm() -> None:
     tier = made("own", 1.0, "lines")
     cache, engine = await opened(tier, range(20), slots=256)
     for at in range(4):
@@ -237,7 +237,7 @@ async def test_a_trial_of_blocks_that_have_gone_is_nothing() -> None:
     await asyncio.sleep(3600)
     for at in range(4, 4 + 2 * TRIAL_EVERY):
         fetch = cache.manager.fetch(engine.keys(at, 32))
-        cache.manager.remove(engine.keys(at, 32))  # before the loop comes to a trial
+        cache.manager.remove(engine.keys(at, 32))  # before the loop runs a trial
         await engine.compute(fetch, engine.now)
     assert cache.manager.stats()["host"]["task_failures"] == 0
     await cache.aclose()
@@ -259,7 +259,7 @@ async def test_few_requests_try_a_slow_tier() -> None:
     await cache.aclose()
 
 
-async def test_a_tier_that_hangs_costs_one_request_and_not_for_long() -> None:
+async def test_a_hanging_tier_delays_one_request_briefly() -> None:
     tier = made("own", 0.001, "lines")
     cache, engine = await opened(tier, range(40), slots=256)
     for at in range(4):
@@ -272,7 +272,7 @@ async def test_a_tier_that_hangs_costs_one_request_and_not_for_long() -> None:
     await cache.aclose()
 
 
-async def test_blocks_that_are_on_their_way_for_another_are_joined_or_not_waited_for() -> None:
+async def test_blocks_in_flight_for_another_request_are_joined_or_not_waited_for() -> None:
     """Single flight: two requests for one prompt, and one read of each block."""
     for speed_s, hits in ((0.0005, 32), (1.0, 0)):
         tier = made("own", speed_s, "lines")
@@ -305,8 +305,8 @@ async def test_hosts_part_is_served_while_the_rest_is_computed() -> None:
     await cache.aclose()
 
 
-async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
-    """The second request for a prompt knows what the first one asked."""
+async def test_late_answers_are_kept_without_being_waited_for() -> None:
+    """The second request for a prompt uses the answer to the first one's probe."""
     tier = made("shared", 0.0, "calls", answer_s=0.1)
     cache, engine = await opened(tier, range(20), slots=256)
     times = [await engine.serve(at) for at in range(8)]
@@ -318,7 +318,7 @@ async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
 
 
 async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None:
-    """What the engine computes first is time that a tier has."""
+    """The tier may use the time in which the engine computes other prompts."""
     tier = made("own", 0.025, "wire")
     cache, engine = await opened(tier, range(20), slots=256)
     for at in range(3):
@@ -331,7 +331,7 @@ async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None
     await cache.aclose()
 
 
-async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
+async def test_a_useless_part_of_a_prefix_is_not_fetched() -> None:
     """Blocks that are worth something only together, because of a window, are not judged alone."""
     tier = made("own", 0.025, "lines")
     cache, engine = await opened(tier, range(20), slots=256)
@@ -345,7 +345,7 @@ async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
     await cache.aclose()
 
 
-async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
+async def test_arrived_blocks_extend_patience_once_they_lead_the_prefix() -> None:
     cache, engine = await opened(made("own", 0.0, "calls"), [0], slots=8)
     shared, loader = cache.stack.shared, cache.stack.loader
     slots = cache.arena.lease(2) or []
@@ -367,7 +367,7 @@ async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
     await cache.aclose()
 
 
-async def test_an_engine_that_does_not_tell_waits_until_the_deadline() -> None:
+async def test_an_engine_without_compute_times_waits_until_the_deadline() -> None:
     tier = made("own", 1.0, "calls")
     cache, engine = await opened(tier, range(4), slots=256)
     for at in range(3):

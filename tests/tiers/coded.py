@@ -1,4 +1,4 @@
-"""A tier behind an edge, as a level has it, for the suite and for tests of the edge."""
+"""A tier behind the codecs of a level, for the suite and for tests of the codecs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRATCH = 3
 
 
 class CodedTier(Tier):
-    """What a level sees of a tier through its edge, its tests' labels included."""
+    """A level's view of a tier through its codecs, with the labels of tests."""
 
     def __init__(self, inner: Tier, codecs: Sequence[Codec], **settings) -> None:
         self.inner = inner
@@ -41,7 +41,7 @@ class CodedTier(Tier):
         self.batch_max = self.inner.batch_max
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
-        """What comes was checked and decoded: it gets a label of its own."""
+        """Give each loaded block a label of its own: its bytes were checked and decoded."""
         blocks = [LevelRead(self.pipeline.side, one.key, one.place, one.slot) for one in reads]
         found = await self.pipeline.get(blocks)
         for read, ok in zip(reads, found, strict=True):
@@ -72,9 +72,9 @@ class CodedTier(Tier):
 
 @pytest.mark.product("codecs")
 class CodedTests:
-    """Has the suite run behind an edge; comes before ``TierTests`` among the bases.
+    """Runs the suite through codecs; comes before ``TierTests`` among the bases.
 
-    What a tier does with labels is left out: there the edge makes them.
+    Tests of a tier's labels are left out: there the codecs make them.
     """
 
     test_keeps_lengths_and_what_codecs_did: Any = None

@@ -1,4 +1,4 @@
-"""What the tests of the object store tier have in common: what lies in a store, behind its back."""
+"""Helpers shared by the tests of the object store tier: access to objects behind its back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from obstore.store import MemoryStore
 from kvladder.tiers.object.options import ObjectOptions
 from tests.kit.objectserver import BUCKET
 
-obstore.put(MemoryStore(), "x", b"")  # the library has threads and files for good: before any test
+obstore.put(MemoryStore(), "x", b"")  # the library keeps threads and files: start it now
 
 
 def name_of(tier, ref):
@@ -17,7 +17,7 @@ def name_of(tier, ref):
 
 
 class Server:
-    """What lies in a bucket, by names below a prefix; empty at first."""
+    """The objects of a bucket, by names below a prefix; empty at first."""
 
     def __init__(self, server, prefix):
         self._server = server

@@ -1,4 +1,4 @@
-"""What the tests of the Redis tier have in common: servers for a module, values behind its back."""
+"""Helpers shared by the tests of the Redis tier: servers for a module, access to values."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RedisTierTests(TierTests):
         assert self.run("GET", stranger) == b"another namespace"
 
     async def test_another_version_is_left_alone_but_by_a_purge(self, tier, blocks):
-        """Nobody here can tell whose its blocks are: a purge of one salt may not spare them."""
+        """The owner of its blocks is unknown: a purge of one salt must not spare them."""
         salted, other = blocks.some(0, 1)
         name = key_of(tier, salted)
         strangers = [name.replace(b":1:", version) for version in (b":", b":2:", b":old:")]

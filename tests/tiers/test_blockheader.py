@@ -1,4 +1,4 @@
-"""The page in front of a block: its label, and what finds it again without an index log."""
+"""The page in front of a block: its label, and the data to find it without an index log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page() -> memoryview:
     return page
 
 
-def test_a_whole_page_tells_what_was_put_where_and_when(page: memoryview) -> None:
+def test_an_intact_page_gives_the_label_the_place_and_the_number(page: memoryview) -> None:
     found = told(LABEL)
     assert found is not None
     assert read_header(page) == Header(found, 7, 1 << 40)
@@ -34,7 +34,7 @@ def test_a_whole_page_tells_what_was_put_where_and_when(page: memoryview) -> Non
     assert not any(page[USED:])
 
 
-def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview) -> None:
+def test_a_page_with_any_byte_flipped_gives_no_header(page: memoryview) -> None:
     whole = read_header(page)
     for byte in range(USED):
         page[byte] ^= 0x10
@@ -43,13 +43,13 @@ def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview) -> None:
     assert read_header(page) == whole is not None
 
 
-def test_another_label_before_the_same_place_and_number_tells_nothing(page: memoryview) -> None:
-    """As a torn write leaves it."""
+def test_a_page_with_the_label_of_another_write_gives_no_header(page: memoryview) -> None:
+    """A torn write leaves such a page."""
     other = Labels(SPACE, len(PAYLOAD), verify=True).pack(KEY, PAYLOAD, FACTS._replace(terms=1))
     page[:LABEL_BYTES] = other
     assert told(page[:LABEL_BYTES]) is not None
     assert read_header(page) is None
 
 
-def test_a_page_of_zeros_tells_nothing() -> None:
+def test_a_page_of_zeros_gives_no_header() -> None:
     assert read_header(memoryview(bytearray(HEADER_BYTES))) is None

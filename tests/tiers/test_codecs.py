@@ -1,4 +1,4 @@
-"""The shipped codecs pass the suite; chains of them give back what they were given, or nothing."""
+"""The shipped codecs pass the suite; chains of them return the original bytes or nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestZstdOfBytes(TestZstd):
 
 
 class Side(NamedTuple):
-    """What a level does to its blocks."""
+    """A level's codecs and labels."""
 
     chain: Chain
     labels: Labels
@@ -115,13 +115,13 @@ def coding_of(side: Side, stored: bytes, label: bytes) -> Coding:
 
 
 def forged(stored: bytes, steps: Sequence[tuple[int, bytes]]) -> bytes:
-    """A label as somebody makes it who knows the format and no key."""
+    """Return a label as an attacker without a key makes it."""
     packed = b"".join(packed_step(codec, params) for codec, params in steps)
     labels = Labels(SPACE, SIZE, verify=True)
     return labels.pack(SUBJECT.key, stored, coding=Coding(len(stored), packed))
 
 
-def test_the_checksum_is_of_what_crosses_the_edge():
+def test_the_checksum_covers_the_encoded_bytes():
     stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
     said = told(label)
     assert said is not None
@@ -131,7 +131,7 @@ def test_the_checksum_is_of_what_crosses_the_edge():
     assert said.checksum == b""
 
 
-def test_byte_planes_are_what_makes_numbers_shrink():
+def test_byte_planes_make_numbers_compressible():
     codec = ZstdCodec()
     codec.open(LAYOUT, SPACE)
     block = numbers()
@@ -142,7 +142,7 @@ def test_byte_planes_are_what_makes_numbers_shrink():
     assert len(done[0]) < 0.7 * SIZE
 
 
-def test_what_does_not_shrink_is_stored_as_it_is():
+def test_a_block_that_does_not_shrink_is_stored_unchanged():
     sender = chain(ZstdCodec(), ChecksumCodec())
     block = Random(1).randbytes(SIZE)
     data, target = memoryview(block), memoryview(bytearray(SIZE))
@@ -186,7 +186,7 @@ def test_every_single_bit_counts():
         assert decoded(sender, stored, damaged) is Outcome.CORRUPT
 
 
-def test_what_is_cut_short_is_not_believed():
+def test_truncated_bytes_or_labels_are_damage():
     sender = chain(ZstdCodec(), ChecksumCodec())
     stored, label = encoded(sender, numbers())
     for size in range(0, len(stored), 7):
@@ -195,7 +195,7 @@ def test_what_is_cut_short_is_not_believed():
         assert decoded(sender, stored, label[:size]) is Outcome.CORRUPT
 
 
-def test_a_label_whose_steps_are_cut_is_damage():
+def test_a_label_with_truncated_steps_is_damage():
     sender = chain(ZstdCodec(), ChecksumCodec())
     stored, label = encoded(sender, numbers())
     coding = coding_of(sender, stored, label)
@@ -215,7 +215,7 @@ def test_more_steps_than_a_label_has_are_damage():
 
 
 def test_more_bytes_of_steps_than_a_label_has_are_damage():
-    """Also of one whose check is right."""
+    """Also if its check is right."""
     sender = chain(ZstdCodec(), ChecksumCodec())
     stored, label = encoded(sender, numbers())
     for size in (449, 576, 65535):
@@ -225,7 +225,7 @@ def test_more_bytes_of_steps_than_a_label_has_are_damage():
         )
 
 
-def test_another_block_s_label_is_not_believed():
+def test_a_label_of_another_block_is_refused():
     sender = chain(ZstdCodec(), ChecksumCodec())
     stored, label = encoded(sender, numbers())
     other_stored, other_label = encoded(sender, numbers(1), OTHER)
@@ -237,7 +237,7 @@ def test_another_block_s_label_is_not_believed():
 
 
 @given(st.binary(max_size=LABEL_BYTES), st.binary(max_size=SIZE))
-def test_nothing_made_up_is_believed(label: bytes, stored: bytes):
+def test_forged_labels_are_refused(label: bytes, stored: bytes):
     sender = chain(ZstdCodec(), ChecksumCodec())
     assert decoded(sender, stored, label) in {Outcome.CORRUPT, Outcome.STALE}
 
@@ -262,7 +262,7 @@ def test_where_blocks_are_checked_one_without_a_checksum_is_a_miss():
 
 
 class Half(Codec):
-    """Keeps every other byte of blocks whose bytes come in pairs."""
+    """Keeps every other byte of blocks with bytes in pairs."""
 
     name = "half"
     id = 300
@@ -288,8 +288,8 @@ class Eighth(Half):
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 4, 8])
-def test_codecs_that_leave_a_block_out_do_not_disturb_the_others(pairs):
-    """Between them the bytes go back and forth, whoever takes part."""
+def test_a_codec_that_skips_a_block_does_not_disturb_the_others(pairs):
+    """The bytes alternate between two buffers, whichever codecs take part."""
     random = Random(pairs)
     block = b"".join(bytes((random.randrange(256),)) * pairs for _ in range(SIZE // pairs))
     for codecs in (
@@ -324,8 +324,8 @@ class TestAesGcmOfBytes(TestAesGcm):
 
 
 @pytest.mark.usefixtures("master")
-def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
-    """With primitives alone, as the documentation of the codec says."""
+def test_a_block_can_be_decrypted_with_the_master_key_and_the_documentation():
+    """With primitives alone, as in the documentation of the codec."""
     block = numbers()
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
@@ -340,7 +340,7 @@ def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
 
 
 @pytest.mark.usefixtures("master")
-def test_nothing_is_encrypted_twice_alike():
+def test_encrypting_a_block_twice_gives_different_bytes():
     sender = chain(AesGcmCodec())
     block = bytes(SIZE)
     found = {encoded(sender, block)[0] for _ in range(20)}
@@ -368,7 +368,7 @@ def test_every_single_bit_of_an_encrypted_block_counts(packed):
 
 @pytest.mark.usefixtures("master")
 def test_a_block_is_bound_to_its_key_and_namespace():
-    """Also for whoever can make labels that are right for another block."""
+    """Also against an attacker with valid labels of another block."""
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
     target = memoryview(bytearray(SIZE))
@@ -381,8 +381,8 @@ def test_a_block_is_bound_to_its_key_and_namespace():
 
 
 @pytest.mark.usefixtures("master")
-def test_a_block_is_bound_to_what_was_done_to_it_before():
-    """Somebody who can write to the medium cannot have it unpacked in another way."""
+def test_encryption_binds_a_block_to_its_earlier_steps():
+    """An attacker with access to the medium cannot change how a block is decoded."""
     known = {ChecksumCodec.id: ChecksumCodec()}
     sender = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
     stored, label = encoded(sender, numbers())
@@ -410,7 +410,7 @@ def test_a_block_is_bound_to_what_was_done_to_it_before():
 
 
 @pytest.mark.usefixtures("master")
-def test_steps_of_which_the_length_tells_nothing_are_bound_too():
+def test_encryption_binds_steps_that_keep_the_length_too():
     """Left out or repeated, they would make a whole block of other bytes."""
     sender = chain(MirrorCodec(), AesGcmCodec())
     stored, label = encoded(sender, numbers())
@@ -448,8 +448,8 @@ def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
 
 
 @pytest.mark.usefixtures("master")
-def test_where_blocks_are_encrypted_no_other_is_taken():
-    """Somebody who can write to the medium cannot have the engine read what he wrote."""
+def test_with_encryption_plain_blocks_are_refused():
+    """An attacker with access to the medium cannot make the engine read chosen bytes."""
     stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
     known = {ChecksumCodec.id: ChecksumCodec()}
     encrypting = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
@@ -466,7 +466,7 @@ def test_where_blocks_are_encrypted_no_other_is_taken():
         ("c2hvcnQ=", "does not hold a key"),
     ],
 )
-def test_a_key_that_is_none_is_refused(monkeypatch, text, says):
+def test_an_invalid_key_is_refused(monkeypatch, text, says):
     monkeypatch.setenv("KVLADDER_KEY", text)
     with pytest.raises(ConfigError, match=says) as refused:
         AesGcmCodec().open(LAYOUT, SPACE)

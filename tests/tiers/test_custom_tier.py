@@ -94,7 +94,7 @@ class TestSqlite(TierTests):
             await tier.put(blocks.writes(items))
         assert await blocks.get(tier, [*kept, *items]) == [True] + [False] * len(items)
 
-    async def test_a_path_that_cannot_be_is_refused(self, context: Any, tmp_path: Path) -> None:
+    async def test_an_impossible_path_is_refused(self, context: Any, tmp_path: Path) -> None:
         tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path / "none" / "x")))
         with pytest.raises(ConfigError, match=r"path: .*none is no folder"):
             await tier.open(context)
@@ -132,7 +132,7 @@ def test_the_page_shows_the_examples() -> None:
     """Joined together, the blocks up to each tier's end are its file up to its ``serve``."""
 
     def bare(source: str) -> str:
-        """Without imports and empty lines; in one line, so that its breaks do not matter."""
+        """Return a text on one line, without imports, so that line breaks do not matter."""
         imports = re.compile(r"^(import|from) ([^(\n]*|.*?\))\n", re.MULTILINE | re.DOTALL)
         source = imports.sub("", source)
         return "".join(source.split())

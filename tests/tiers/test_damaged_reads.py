@@ -1,6 +1,6 @@
-"""Blocks whose medium is damaged at random, again and again: a miss each, and never a wrong byte.
+"""Blocks on a medium that is damaged at random: each is a miss, and never a wrong byte.
 
-How often is the profile's: 2,250 reads in CI, 75,000 at night.
+The profile sets the number: 2,250 reads in CI, 75,000 at night.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def damage_files(folder: Path, chance: random.Random) -> None:
-    """Flip bits, blank stretches, write parts of blocks over others."""
+    """Flip bits, blank ranges, or write parts of blocks over others."""
     for path in folder.rglob("seg-*"):
         data = bytearray(path.read_bytes())
         for _ in range(12):
@@ -64,7 +64,7 @@ def damage_files(folder: Path, chance: random.Random) -> None:
 
 
 def damage_redis(client: Any, chance: random.Random) -> None:
-    """Change bytes, put other values there, copy blocks over others."""
+    """Change bytes, store other values, or copy blocks over others."""
     names = sorted(client.keys("kvladder:*"))
     with client.pipeline(transaction=False) as pipe:
         for name in names:
@@ -99,7 +99,7 @@ class TestDamage(CodedTests, TierFixtures):
     def medium(
         self, request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer
     ) -> Iterator[tuple[Callable[[], Tier], Damage]]:
-        """What makes the tier, and what damages its medium."""
+        """Return a function that makes the tier, and one that damages its medium."""
         if request.param == "files":
             options = FilesOptions(path=str(tmp_path))
             yield lambda: FilesTier(options), lambda chance: damage_files(tmp_path, chance)
@@ -113,10 +113,10 @@ class TestDamage(CodedTests, TierFixtures):
     def make(self, medium: Any, codecs: Any) -> Callable[[], Tier]:
         return lambda: CodedTier(medium[0](), codecs())
 
-    async def test_it_is_a_miss_and_never_wrong(
+    async def test_a_damaged_block_is_a_miss_and_never_wrong(
         self, tier: CodedTier, blocks: Mixed, medium: Any
     ) -> None:
-        """``SampleBlocks.get`` compares all that comes."""
+        """``SampleBlocks.get`` compares all loaded bytes."""
         chance, found = random.Random(1), [0, 0]
         stored = blocks.some(*range(COUNT))
         for _ in range(ROUNDS):

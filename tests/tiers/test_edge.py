@@ -1,4 +1,4 @@
-"""The edge of a level: the suite through it, and what becomes of damage, room and order."""
+"""The codecs of a level: the suite through them, and damage, room and order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestShrinkingFiles(Shrinking, TierTests):
 
 
 class TestFilesWithRoomToSpare(TestShrinkingFiles):
-    """Blocks so large that what they leave free of their slots is neither written nor read."""
+    """The unused rest of the slots of large blocks is neither written nor read."""
 
     @pytest.fixture
     def block_bytes(self) -> int:
@@ -122,7 +122,9 @@ class TestFilesWithRoomToSpare(TestShrinkingFiles):
         return lambda: CodedTier(FilesTier(options, disk=self.disk, pool=InlinePool()), codecs())
 
     @pytest.mark.parametrize("codecs", ["zstd"], indirect=True)
-    async def test_the_disk_is_given_little(self, opened: Opener, blocks: SampleBlocks) -> None:
+    async def test_encoded_blocks_move_few_bytes_to_the_disk(
+        self, opened: Opener, blocks: SampleBlocks
+    ) -> None:
         tier = await opened()
         before = self.disk.moved
         items = await blocks.put(tier, *range(8))
@@ -148,7 +150,7 @@ class TestCodedFiles(CodedTests, TierTests):
 
 
 class TestEdge(Shrinking, TierTests):
-    """Behind it is a tier that can be looked into, damaged and held."""
+    """The tier below can be inspected, damaged and held."""
 
     test_a_damaged_block_is_a_miss: Any = None
 
@@ -165,7 +167,7 @@ class TestEdge(Shrinking, TierTests):
         assert isinstance(tier.inner, FakeTier)
         tier.inner.corrupt(ref.key)
 
-    async def test_what_is_stored_is_smaller(self, tier: CodedTier, blocks: SampleBlocks) -> None:
+    async def test_stored_blocks_are_smaller(self, tier: CodedTier, blocks: SampleBlocks) -> None:
         (item,) = await blocks.put(tier, 0)
         assert isinstance(tier.inner, FakeTier)
         stored = tier.inner.stored(item.key)
@@ -180,7 +182,7 @@ class TestEdge(Shrinking, TierTests):
         assert tier.inner.batches("put") == [SCRATCH, SCRATCH, 8 - 2 * SCRATCH]
         assert all(await blocks.get(tier, items))
 
-    async def test_for_want_of_scratch_it_waits(
+    async def test_a_put_waits_for_free_scratch(
         self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         inner = tier.inner
@@ -198,7 +200,7 @@ class TestEdge(Shrinking, TierTests):
         assert await putting == [True] * 3
         assert await waiting == [True]
 
-    async def test_whoever_gives_up_waiting_takes_no_scratch(
+    async def test_a_cancelled_wait_takes_no_scratch(
         self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         inner = tier.inner
@@ -219,7 +221,7 @@ class TestEdge(Shrinking, TierTests):
         assert await waiting[1] == [True]
         await blocks.put(tier, *range(8))
 
-    async def test_a_full_tier_keeps_what_it_has_stored(
+    async def test_a_full_tier_keeps_its_stored_blocks(
         self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         inner = tier.inner
@@ -237,7 +239,7 @@ class TestEdge(Shrinking, TierTests):
         held.let_go()
         assert await putting == [True] * SCRATCH + [False] * (8 - SCRATCH)
 
-    async def test_damage_below_it_is_a_miss_and_counted(
+    async def test_damage_below_the_codecs_is_a_counted_miss(
         self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0, 1, 2)
@@ -245,7 +247,7 @@ class TestEdge(Shrinking, TierTests):
         assert await blocks.get(tier, items) == [True, False, True]
         assert tier.pipeline.refused == {Outcome.CORRUPT: 1}
 
-    async def test_a_reader_without_codecs_reads_it(
+    async def test_a_reader_without_codecs_reads_encoded_blocks(
         self, tier: CodedTier, blocks: SampleBlocks, context: TierContext
     ) -> None:
         items = await blocks.put(tier, 0)
@@ -281,7 +283,7 @@ class TestEdge(Shrinking, TierTests):
             assert await blocks.get(tier, items) == [True]
             assert len(threads) == (not checks)
 
-    async def test_what_never_came_is_damage(
+    async def test_a_block_that_never_arrived_is_damage(
         self, blocks: SampleBlocks, context: TierContext
     ) -> None:
         class Lies(FakeTier):

@@ -1,4 +1,4 @@
-"""The fake tier keeps every rule as long as its script is empty, and breaks them as told."""
+"""The fake tier keeps every rule while its script is empty, and breaks rules on order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files tier: the suite on real files and on the fake disk, and what is special to files."""
+"""The files tier: the suite on real files and on the fake disk, and tests of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = 4096
 
 
 class FilesTests(TierTests):
-    """What the suite needs to look behind the back of a files tier."""
+    """Gives the suite access to the files of a tier."""
 
     survives = True
     ends = False
@@ -41,7 +41,7 @@ class FilesTests(TierTests):
         return 16
 
     def where(self, tier: Tier, ref: Ref) -> tuple[Path, int]:
-        """The file and the offset of a block's header, worked out anew."""
+        """Return the file and the offset of a block's header, computed independently."""
         assert isinstance(tier, FilesTier)
         context = tier.context
         stride = HEADER + context.layout.slot_bytes
@@ -82,7 +82,7 @@ class FilesTests(TierTests):
 
 
 class StuckDisk(Disk):
-    """Reads that hang until they are let go."""
+    """A disk with reads that hang until they are released."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -102,7 +102,7 @@ class TestFiles(FilesTests):
     def make(self, tmp_path: Path) -> MakeTier:
         return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
 
-    async def test_only_the_owner_may_read_it(
+    async def test_only_the_owner_may_read_the_files(
         self, tier: Tier, blocks: SampleBlocks, tmp_path: Path
     ) -> None:
         await blocks.put(tier, 0)
@@ -132,7 +132,7 @@ class TestFiles(FilesTests):
         await third.aclose()
         await other.aclose()
 
-    async def test_the_directory_is_removed_under_it(
+    async def test_a_removed_directory_fails_writes_and_keeps_open_files_usable(
         self, blocks: SampleBlocks, context: TierContext, tmp_path: Path
     ) -> None:
         stride = HEADER + context.layout.slot_bytes
@@ -144,7 +144,7 @@ class TestFiles(FilesTests):
         with pytest.raises(TierError) as caught:
             await tier.put(blocks.writes(blocks.some(4)))
         assert not caught.value.temporary
-        for _ in range(20):  # what is open stays usable, the log is compacted in place
+        for _ in range(20):  # open files stay usable, the log is compacted in place
             await blocks.remove(tier, items[:1])
             await blocks.put(tier, 0)
         assert await blocks.get(tier, items) == [True] * 4
@@ -155,7 +155,7 @@ class TestFiles(FilesTests):
         assert [batch async for batch in tier.recover()] == []
         await tier.aclose()
 
-    async def test_a_disk_that_hangs_does_not_stop_the_end(
+    async def test_a_hanging_disk_does_not_stop_a_close(
         self,
         blocks: SampleBlocks,
         context: TierContext,
@@ -178,7 +178,7 @@ class TestFiles(FilesTests):
         await other.aclose()
         disk.go.set()
         assert await reading == [True]
-        for thread in threading.enumerate():  # its thread closes the files behind it
+        for thread in threading.enumerate():  # its thread closes the files afterwards
             if thread.name.startswith("kvladder-files"):
                 thread.join(PATIENCE_S)
         other = FilesTier(tier.options)
@@ -210,7 +210,7 @@ class TestFiles(FilesTests):
         for turn in range(60):
             await blocks.remove(tier, blocks.some(turn % 8))
             await blocks.put(tier, turn % 8)
-        for turn in range(160):  # more than came while the last compaction was under way
+        for turn in range(160):  # more than arrived during the last compaction
             if tier._compacting is not None:
                 await asyncio.wait({tier._compacting})
             await blocks.put(tier, turn % 8)
@@ -268,7 +268,7 @@ class TestFake(FilesTests):
         self.disk_of_test.flip(path, offset, 0x10)
 
 
-def test_options_know_their_limits() -> None:
+def test_options_outside_their_limits_are_refused() -> None:
     def options(**values: object) -> FilesOptions:
         return msgspec.convert({"path": "/kv", **values}, FilesOptions, dec_hook=lambda t, v: t(v))
 

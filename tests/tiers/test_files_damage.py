@@ -1,4 +1,4 @@
-"""What a files tier makes of damaged, truncated, stale and unreadable blocks."""
+"""A files tier with damaged, truncated, stale and unreadable blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BLOCKS = [(key(n), n) for n in range(3)]
     ],
 )
 async def test_a_flipped_byte_is_a_miss(machine: Machine, tier: FilesTier, byte: int) -> None:
-    """In the label, or anywhere in the payload; what follows the label is for lost logs alone."""
+    """In the label, or anywhere in the payload; the bytes after the label serve lost logs only."""
     fields = LABEL_BYTES
     machine.disk.flip(machine.home / SEGMENT, STRIDE + byte, 0x10)
     damaged = byte < fields or byte >= 4096
@@ -123,7 +123,7 @@ async def test_blocks_without_a_checksum_are_not_trusted_later(machine: Machine)
     await unchecked.aclose()
 
 
-async def test_expired_blocks_are_told_too_so_that_the_level_has_them_removed(
+async def test_expired_blocks_are_recovered_so_that_the_level_removes_them(
     machine: Machine,
 ) -> None:
     tier, _ = await machine.open()
@@ -153,7 +153,7 @@ class BadDisk(Disk):
 
     def __init__(self) -> None:
         self.bad: set[int] = set()
-        """Blocks whose headers or payloads give EIO."""
+        """Blocks with headers or payloads that give EIO."""
         self.buffers_max = 1 << 10
         """Buffers that one call reads or writes."""
         self.stride = 0
@@ -215,7 +215,7 @@ async def test_an_unreadable_block_does_not_take_its_neighbours_with_it(
     assert caught.value.temporary
 
 
-async def test_a_write_that_fails_is_not_claimed(
+async def test_a_failed_write_is_not_reported_as_stored(
     bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks
 ) -> None:
     tier, disk = bad

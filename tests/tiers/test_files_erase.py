@@ -1,4 +1,4 @@
-"""What a purge leaves on a real disk while a cache runs: nothing of its salt, all of the others."""
+"""The bytes on a real disk after a purge of a running cache: none of its salt, all of others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(cache: CacheManager, salt: str, count: int = 20, **options) -> list[Blo
 
 
 def seen(path: Path, wanted: Sequence[BlockKey]) -> int:
-    """Of how many blocks any bytes are in the files."""
+    """Return how many blocks have any bytes in the files."""
     raw = b"".join(file.read_bytes() for file in path.rglob("seg-*"))
     return sum(any(payload(k)[i : i + 32] in raw for i in (0, 4100, 9900)) for k in wanted)
 
@@ -76,7 +76,7 @@ def require(cache: CacheManager, wanted: Sequence[BlockKey]) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_running_cache_erases_a_salt_and_nothing_else(tmp_path, direct) -> None:
+def test_a_running_cache_erases_only_one_salt(tmp_path, direct) -> None:
     with open_cache(stack(tmp_path / "kv", direct=direct), layout=LAYOUT) as cache:
         red, blue = save(cache, "red"), save(cache, "blue")
         assert (seen(tmp_path, red), seen(tmp_path, blue)) == (20, 20)
@@ -91,7 +91,7 @@ def test_a_running_cache_erases_a_salt_and_nothing_else(tmp_path, direct) -> Non
         require(cache, blue)
 
 
-def test_what_was_forgotten_before_is_erased_too_also_after_a_restart(tmp_path) -> None:
+def test_blocks_removed_earlier_are_erased_too_even_after_a_restart(tmp_path) -> None:
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         red, blue = save(cache, "red"), save(cache, "blue")
         cache.remove([*red, *blue])
@@ -106,7 +106,7 @@ def test_what_was_forgotten_before_is_erased_too_also_after_a_restart(tmp_path) 
 
 
 @pytest.mark.parametrize("level", [True, False])
-def test_what_expired_while_nobody_was_there_is_erased(tmp_path, monkeypatch, level) -> None:
+def test_blocks_that_expired_between_runs_are_erased(tmp_path, monkeypatch, level) -> None:
     ttl = {"ttl": "1 h"} if level else {}
     with open_cache(stack(tmp_path / "kv", **ttl), layout=LAYOUT) as cache:
         red, blue = save(cache, "red", ttl_s=None if level else 3600.0), save(cache, "blue")
@@ -123,7 +123,7 @@ def test_what_expired_while_nobody_was_there_is_erased(tmp_path, monkeypatch, le
         assert cache.lookup(blue).total == (0 if level else 20)
 
 
-def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> None:
+def test_bytes_behind_a_shorter_block_are_erased(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(segments, "SKIP_BYTES", 4096)
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         red = save(cache, "red")
@@ -141,7 +141,7 @@ def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> No
         require(cache, blue)
 
 
-def test_nothing_of_one_block_is_stored_behind_another(tmp_path) -> None:
+def test_no_bytes_of_a_block_are_stored_behind_another(tmp_path) -> None:
     codecs = ["zstd", "checksum"]
     with open_cache(stack(tmp_path / "kv", codecs=codecs), layout=LAYOUT) as cache:
         red = save(cache, "red")
@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_tried_again(tmp_path, monkeypatch) -> None:
         assert cache.stats()["files"]["errors"] >= 1
 
 
-def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
+def test_reads_and_writes_of_others_continue_during_an_erasure(tmp_path) -> None:
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         for round_ in range(5):
             red, blue = save(cache, "red", 40), save(cache, f"blue{round_}", 20)
@@ -200,7 +200,7 @@ def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
         assert cache.stats()["files"]["corrupt"] == 0
 
 
-def test_a_directory_at_rest_on_a_real_disk(tmp_path) -> None:
+def test_a_directory_at_rest_is_erased_on_a_real_disk(tmp_path) -> None:
     path = tmp_path / "kv"
     with open_cache(stack(path), layout=LAYOUT) as cache:
         red, blue = save(cache, "red"), save(cache, "blue")

@@ -16,7 +16,7 @@ from tests.stack.caches import COMMIT, QUICK, cache_of
 
 
 def full_for_the_log(disk: FakeDisk) -> list[str]:
-    """Let the index log find no room, a thousand times; what was refused."""
+    """Refuse room to the index log a thousand times; return the refused calls."""
     refused: list[str] = []
 
     def refuse(call: str, path: str) -> int:
@@ -29,7 +29,7 @@ def full_for_the_log(disk: FakeDisk) -> list[str]:
     return refused
 
 
-async def test_only_a_put_says_that_the_disk_is_full() -> None:
+async def test_only_a_put_reports_a_full_disk() -> None:
     disk = new_disk()
     machine = Machine(disk)
     tier, _ = await machine.open()

@@ -45,7 +45,9 @@ def directory(tier: FilesTier) -> str:
     return tier.describe()["directory"]
 
 
-async def test_the_next_takes_the_next_and_one_with_blocks_first(disk: FakeDisk, two: Two) -> None:
+async def test_each_process_takes_a_free_directory_and_one_with_blocks_first(
+    disk: FakeDisk, two: Two
+) -> None:
     one, other = two
     home = one.home.name
     first, _ = await one.open(engines=2, capacity=4)
@@ -66,7 +68,7 @@ async def test_the_next_takes_the_next_and_one_with_blocks_first(disk: FakeDisk,
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-async def test_together_they_take_no_more_than_the_capacity(
+async def test_processes_together_use_no_more_than_the_capacity(
     disk: FakeDisk, two: Two, engines: int
 ) -> None:
     one, other = two
@@ -88,7 +90,7 @@ async def test_together_they_take_no_more_than_the_capacity(
     await second.aclose()
 
 
-async def test_who_finds_no_room_starts_and_gets_what_others_leave(
+async def test_a_process_without_room_starts_and_gets_room_when_others_end(
     disk: FakeDisk, two: Two
 ) -> None:
     one, other = two
@@ -114,7 +116,9 @@ async def test_who_finds_no_room_starts_and_gets_what_others_leave(
     await first.aclose()
 
 
-async def test_what_gave_way_does_not_come_back_as_damage(disk: FakeDisk, two: Two) -> None:
+async def test_places_of_a_removed_segment_do_not_come_back_as_damage(
+    disk: FakeDisk, two: Two
+) -> None:
     one, _ = two
     tier, _ = await one.open()
     await one.put(tier, (0, 0), (1, 3), (2, 6))
@@ -122,14 +126,14 @@ async def test_what_gave_way_does_not_come_back_as_damage(disk: FakeDisk, two: T
     disk.unlink(one.home / "seg-00002")
     tier, recovered = await one.open()
     assert [item.key for item in recovered] == [key(0), key(1)]
-    await one.put(tier, (3, 7))  # the segment is there again, and place 6 of it is empty
+    await one.put(tier, (3, 7))  # the segment exists again, and its place 6 is empty
     tier, recovered = await one.open_again(tier)
     assert [item.key for item in recovered] == [key(0), key(1), key(3)]
     assert all(await one.get(tier, [(key(0), 0), (key(1), 3), (key(3), 7)]))
     await tier.aclose()
 
 
-async def test_a_purge_at_rest_reaches_all_of_them_or_none(disk: FakeDisk, two: Two) -> None:
+async def test_a_purge_at_rest_reaches_all_directories_or_none(disk: FakeDisk, two: Two) -> None:
     one, other = two
     first, _ = await one.open()
     second, _ = await other.open()
@@ -156,7 +160,7 @@ async def test_a_purge_at_rest_reaches_all_of_them_or_none(disk: FakeDisk, two: 
     assert not segment_bytes(disk)
 
 
-async def test_a_purge_does_not_pass_over_what_it_cannot_tell(disk: FakeDisk, two: Two) -> None:
+async def test_a_purge_refuses_a_directory_that_it_cannot_read(disk: FakeDisk, two: Two) -> None:
     one, _ = two
     tier, _ = await one.open()
     await one.put(tier, (0, 0))
@@ -171,7 +175,7 @@ async def test_a_purge_does_not_pass_over_what_it_cannot_tell(disk: FakeDisk, tw
     assert done.removed == 1
 
 
-async def test_it_is_told_who_has_which(disk: FakeDisk, two: Two) -> None:
+async def test_the_owner_of_each_directory_is_shown(disk: FakeDisk, two: Two) -> None:
     one, other = two
     first, _ = await one.open()
     second, _ = await other.open()
@@ -188,7 +192,7 @@ async def test_it_is_told_who_has_which(disk: FakeDisk, two: Two) -> None:
     assert look(FakeDisk(ROOT), ROOT) == {}, "nothing is made there"
 
 
-async def test_the_path_may_be_kept_locked_for_a_while_only(
+async def test_a_path_that_stays_locked_too_long_is_refused(
     disk: FakeDisk, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvladder.tiers.files.directory.LOCK_WAIT_S", 0.02)
@@ -202,12 +206,12 @@ async def test_the_path_may_be_kept_locked_for_a_while_only(
     await tier.aclose()
 
 
-# ---- what somebody else put there
+# ---- files of other users
 
 
 @pytest.mark.parametrize("name", ["LOCK", "@", "@/META", "@/index.log", "@/seg-00000", "@/LOCK"])
 @pytest.mark.parametrize("how", ["link", "owner", "mode"])
-async def test_what_is_not_ours_alone_is_refused_and_kept(
+async def test_files_that_others_can_change_are_refused_and_kept(
     disk: FakeDisk, two: Two, name: str, how: str
 ) -> None:
     one, _ = two
@@ -236,7 +240,7 @@ async def test_what_is_not_ours_alone_is_refused_and_kept(
 
 
 @pytest.mark.parametrize("how", ["link", "owner", "mode"])
-async def test_a_path_that_is_not_ours_alone_is_refused(disk: FakeDisk, two: Two, how: str) -> None:
+async def test_a_path_that_others_can_change_is_refused(disk: FakeDisk, two: Two, how: str) -> None:
     if how == "link":
         disk = FakeDisk(ROOT.parent)
         disk.link(ROOT)

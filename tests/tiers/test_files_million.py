@@ -1,6 +1,6 @@
 """A million blocks are found again, each at its place.
 
-How long that takes is for ``benchmarks/bench_files.py`` to say.
+``benchmarks/bench_files.py`` measures the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACES = (256 << 20) // STRIDE
 
 @pytest.mark.slow
 @pytest.mark.real
-async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
+async def test_a_million_blocks_are_recovered(tmp_path: Path) -> None:
     layout = Layout(block_tokens=16, block_bytes=4096)
     arena = Arena.create(1, layout.slot_bytes)
     context = TierContext(arena, layout, layout.namespace(), COUNT, SystemClock(), inline_blocking)

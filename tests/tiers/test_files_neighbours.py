@@ -1,4 +1,4 @@
-"""A files tier says what other namespaces hold, and what has changed since, whatever lies there."""
+"""A files tier reports other namespaces' blocks and changed fields, whatever files exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def disk() -> FakeDisk:
 
 @pytest.fixture
 def new(disk: FakeDisk) -> Iterator[Callable[..., Machine]]:
-    """Makes machines of other namespaces on one disk, told apart by a field."""
+    """Make machines of other namespaces on one disk, distinguished by a field."""
     machines: list[Machine] = []
 
     def make(salt: str = "first", **fields: str) -> Machine:
@@ -44,7 +44,7 @@ New = Callable[..., Machine]
 
 
 async def said(machine: Machine, *, put: bool = True) -> dict[str, str]:
-    """What a tier describes of its neighbours; it stores a block before it ends."""
+    """Return a tier's description of its neighbours; it stores a block before it ends."""
     tier, _ = await machine.open(capacity=3)
     found = {k: v for k, v in tier.describe().items() if k in {"others", "changed", "differs"}}
     if put:
@@ -53,7 +53,7 @@ async def said(machine: Machine, *, put: bool = True) -> dict[str, str]:
     return found
 
 
-async def test_a_change_is_named_while_nothing_is_found(new: New) -> None:
+async def test_a_changed_field_is_named_while_no_blocks_are_found(new: New) -> None:
     one, other = new("1", rope="null"), new("2", rope="yarn")
     assert await said(one) == {}
     since = f"rope changed from null to yarn since {one.home.name}"
@@ -62,7 +62,7 @@ async def test_a_change_is_named_while_nothing_is_found(new: New) -> None:
     assert await said(other) == {"others": held}, "something was found"
 
 
-async def test_the_nearest_is_named_and_one_that_is_far_as_such(new: New) -> None:
+async def test_the_nearest_namespace_is_named_and_a_distant_one_as_distant(new: New) -> None:
     far = {f"f{n}": "1" for n in range(40)}
     assert await said(new("1", **far)) == {}
     found = await said(new("2", engine="other", a="1"))
@@ -92,7 +92,7 @@ async def test_the_nearest_is_named_and_one_that_is_far_as_such(new: New) -> Non
         b"x" * (2 * BYTES_MAX),
     ],
 )
-async def test_a_file_that_is_damaged_or_foreign_is_ignored_with_a_notice(
+async def test_a_damaged_or_foreign_fields_file_is_ignored_with_a_notice(
     disk: FakeDisk, new: New, content: bytes
 ) -> None:
     one, other = new("1"), new("2", rope="yarn")
@@ -115,7 +115,7 @@ async def test_a_newer_version_is_left_alone(disk: FakeDisk, new: New) -> None:
     assert other.told == []
 
 
-async def test_a_file_that_cannot_be_written_costs_the_explanation_alone(
+async def test_an_unwritable_fields_file_costs_only_the_explanation(
     disk: FakeDisk, new: New
 ) -> None:
     one, other = new("1"), new("2", rope="yarn")
@@ -129,7 +129,9 @@ async def test_a_file_that_cannot_be_written_costs_the_explanation_alone(
     assert await said(other) == {"others": f"1 other namespace, {SEGMENT}"}
 
 
-async def test_it_is_written_once_and_goes_with_its_blocks(disk: FakeDisk, new: New) -> None:
+async def test_the_fields_file_is_written_once_and_removed_with_its_blocks(
+    disk: FakeDisk, new: New
+) -> None:
     one = new("1")
     await said(one)
     calls: list[str] = []
@@ -146,7 +148,7 @@ async def test_it_is_written_once_and_goes_with_its_blocks(disk: FakeDisk, new: 
     assert not [name for name in disk.files() if "FIELDS" in name]
 
 
-async def test_a_look_compares_with_what_was_used_last(disk: FakeDisk, new: New) -> None:
+async def test_a_namespace_is_compared_with_the_one_used_last(disk: FakeDisk, new: New) -> None:
     one, other = new("1", rope="null"), new("2", rope="yarn")
     await said(one)
     await said(other)
@@ -156,7 +158,9 @@ async def test_a_look_compares_with_what_was_used_last(disk: FakeDisk, new: New)
     assert look(disk, ROOT).keys() == {one.home.name, other.home.name}
 
 
-async def test_a_link_in_its_place_is_replaced_and_not_followed(tmp_path: Path) -> None:
+async def test_a_link_in_place_of_the_fields_file_is_replaced_and_not_followed(
+    tmp_path: Path,
+) -> None:
     from kvladder.tiers.files.disk import Disk
     from kvladder.tiers.files.neighbours import keep_fields
 

@@ -1,4 +1,4 @@
-"""A files tier and the room it has: at open, when it grows, and when others were there before."""
+"""A files tier and its room: at open, as it grows, and beside earlier namespaces."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def segments(machine: Machine) -> int:
 
 
 def change_meta(machine: Machine, **changes: object) -> None:
-    """Have META say something else, and be whole all the same."""
+    """Change fields of META, and keep it valid."""
     path = machine.home / "META"
     meta = msgspec.json.decode(machine.disk.content(path).splitlines()[0])
     machine.disk.put(path, sealed(msgspec.json.encode({**meta, **changes})))
 
 
 def seal_log(disk: FakeDisk, path: Path, *, version: int) -> None:
-    """Have a log's header say another version, and be whole all the same."""
+    """Change the version in a log's header, and keep it valid."""
     data = bytearray(disk.content(path))
     data[8:10] = version.to_bytes(2, "little")
     data[56:64] = xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
@@ -83,14 +83,14 @@ async def unavailable(machine: Machine) -> Unavailable:
     return caught.value
 
 
-async def test_a_path_whose_parent_is_missing(new: New) -> None:
+async def test_a_path_with_a_missing_parent_is_refused(new: New) -> None:
     machine = new()
     machine.disk = FakeDisk(Path("/other"))
     text = await refused(machine)
     assert "/disk/kv cannot be made: /disk does not exist either" in text
 
 
-async def test_a_path_that_is_missing_is_made(new: New) -> None:
+async def test_a_missing_path_is_created(new: New) -> None:
     machine = new()
     machine.disk = FakeDisk(ROOT.parent)
     tier, _ = await machine.open()
@@ -98,14 +98,14 @@ async def test_a_path_that_is_missing_is_made(new: New) -> None:
     assert machine.disk.files().keys() >= {str(ROOT / "LOCK"), str(machine.home / "META")}
 
 
-async def test_a_path_that_is_a_file(new: New) -> None:
+async def test_a_path_that_is_a_file_is_refused(new: New) -> None:
     machine = new()
     machine.disk = FakeDisk(ROOT.parent)
     machine.disk.put(ROOT, b"")
     assert "/disk/kv is a file (expected a directory)" in await refused(machine)
 
 
-def test_a_path_that_is_empty() -> None:
+def test_an_empty_path_is_refused() -> None:
     with pytest.raises(ValueError, match="the path is empty"):
         FilesOptions(path="")
 
@@ -123,7 +123,7 @@ def test_a_path_that_is_empty() -> None:
         ("lock", errno.ENOLCK, "cannot be used: No locks available"),
     ],
 )
-async def test_what_the_file_system_does_not_allow(
+async def test_errors_of_the_file_system_name_the_path_and_can_be_retried(
     disk: FakeDisk, new: New, call: str, code: int, text: str
 ) -> None:
     disk.refuse = lambda name, _path: code if name == call else 0
@@ -139,7 +139,7 @@ async def test_what_the_file_system_does_not_allow(
 
 
 @pytest.mark.parametrize("code", [errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR])
-async def test_a_path_that_no_disk_would_take(disk: FakeDisk, new: New, code: int) -> None:
+async def test_an_impossible_path_is_refused(disk: FakeDisk, new: New, code: int) -> None:
     disk.refuse = lambda name, _path: code if name == "open" else 0
     assert f"path: /disk/kv cannot be used: {os.strerror(code)}" in await refused(new())
 
@@ -156,8 +156,8 @@ async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> N
     assert disk.files() == before
 
 
-async def test_an_earlier_format_is_begun_anew_with_one_notice(disk: FakeDisk, new: New) -> None:
-    """Blocks of another format cannot be read, so nobody waits until all headers were looked at."""
+async def test_an_earlier_format_is_restarted_with_one_notice(disk: FakeDisk, new: New) -> None:
+    """Blocks of another format are unreadable, so the start does not scan all headers."""
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0), (1, 3))
@@ -187,9 +187,7 @@ async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"magic": "x"}', b'{"magic": "x", "version": 9}'])
-async def test_a_meta_that_is_damaged_costs_nothing(
-    disk: FakeDisk, new: New, damage: bytes
-) -> None:
+async def test_a_damaged_meta_file_costs_no_block(disk: FakeDisk, new: New, damage: bytes) -> None:
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0), (1, 3))
@@ -198,7 +196,7 @@ async def test_a_meta_that_is_damaged_costs_nothing(
     await machine.check(all_kept=True)
 
 
-async def test_files_that_would_be_far_too_many_are_begun_anew(disk: FakeDisk, new: New) -> None:
+async def test_a_layout_with_too_many_files_is_restarted(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0))
@@ -210,7 +208,7 @@ async def test_files_that_would_be_far_too_many_are_begun_anew(disk: FakeDisk, n
     await tier.aclose()
 
 
-async def test_a_meta_of_another_shape_begins_anew(disk: FakeDisk, new: New) -> None:
+async def test_a_meta_file_of_another_shape_is_restarted(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0))
@@ -232,7 +230,7 @@ async def test_a_meta_of_another_shape_begins_anew(disk: FakeDisk, new: New) -> 
         (False, False, "buffered, through aiofiles"),
     ],
 )
-async def test_goes_around_the_page_cache_where_it_can(
+async def test_direct_io_is_used_where_possible(
     disk: FakeDisk, new: New, possible: bool, direct: bool | None, io: str
 ) -> None:
     disk.direct = possible
@@ -246,7 +244,9 @@ async def test_goes_around_the_page_cache_where_it_can(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
-async def test_o_direct_that_opens_but_cannot_read(disk: FakeDisk, new: New, code: int) -> None:
+async def test_o_direct_that_opens_but_cannot_read_is_not_used(
+    disk: FakeDisk, new: New, code: int
+) -> None:
     disk.refuse = lambda name, path: code if (name, path[-9:]) == ("preadv", "seg-00000") else 0
     if code == errno.EIO:
         assert "cannot be used" in str(await unavailable(new()))
@@ -256,7 +256,7 @@ async def test_o_direct_that_opens_but_cannot_read(disk: FakeDisk, new: New, cod
     await tier.aclose()
 
 
-async def test_o_direct_that_is_asked_for_and_not_there(disk: FakeDisk, new: New) -> None:
+async def test_missing_o_direct_is_refused_if_required(disk: FakeDisk, new: New) -> None:
     disk.direct = False
     assert "direct: /disk/kv is on a file system without O_DIRECT (leave" in await refused(
         new(), direct=True
@@ -274,7 +274,7 @@ async def test_a_full_disk_is_tier_full_and_the_rest_stays_usable(disk: FakeDisk
     await machine.put(tier, (3, 3), (4, 0))
     assert [type(error) for error in machine.errors] == [TierFull]
     machine.errors.clear()
-    for turn in range(40):  # the log is compacted meanwhile, in place
+    for turn in range(40):  # the log is compacted in place
         await machine.remove(tier, (10 + turn - 1, 1))
         await machine.put(tier, (10 + turn, 1))
     assert machine.errors == []
@@ -288,7 +288,7 @@ async def test_a_full_disk_is_tier_full_and_the_rest_stays_usable(disk: FakeDisk
     await tier.aclose()
 
 
-async def test_a_quota_is_as_full_as_a_disk(disk: FakeDisk, new: New) -> None:
+async def test_an_exhausted_disk_quota_counts_as_a_full_disk(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()
     disk.refuse = lambda name, path: errno.EDQUOT if name == "pwritev" and "seg" in path else 0
@@ -315,7 +315,7 @@ async def test_other_errors_are_tier_errors(
     await tier.aclose()
 
 
-async def test_too_many_open_files_when_reading(disk: FakeDisk, new: New) -> None:
+async def test_too_many_open_files_fail_a_read(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0))
@@ -330,7 +330,7 @@ async def test_too_many_open_files_when_reading(disk: FakeDisk, new: New) -> Non
     await tier.aclose()
 
 
-# ---- the capacity, and others who use the path
+# ---- the capacity, and other users of the path
 
 
 async def test_a_lower_capacity_gives_room_back(new: New) -> None:
@@ -356,7 +356,7 @@ async def fill(machine: Machine, places: int) -> None:
     await tier.aclose()
 
 
-async def test_other_namespaces_give_way_least_recently_used_first(new: New) -> None:
+async def test_other_namespaces_are_removed_least_recently_used_first(new: New) -> None:
     a, b, c = new("a"), new("b"), new("c")
     await fill(b, 3)
     await fill(a, 2)
@@ -381,8 +381,8 @@ async def test_other_namespaces_stay_as_long_as_there_is_room(new: New) -> None:
     await tier.aclose()
 
 
-async def test_who_stores_little_leaves_what_others_stored(new: New) -> None:
-    """A segment is a sixteenth of the capacity at most, however large a one is asked for."""
+async def test_a_namespace_with_few_blocks_removes_no_others(new: New) -> None:
+    """A segment has at most a sixteenth of the capacity, however large its setting is."""
     capacity = 16 * 2
     large: dict[str, Any] = {"capacity": capacity, "segment": capacity * STRIDE}
     machines = [new(str(number)) for number in range(16)]
@@ -396,7 +396,7 @@ async def test_who_stores_little_leaves_what_others_stored(new: New) -> None:
         await tier.aclose()
 
 
-async def test_other_namespaces_give_way_to_a_full_disk_too(disk: FakeDisk, new: New) -> None:
+async def test_other_namespaces_are_removed_on_a_full_disk_too(disk: FakeDisk, new: New) -> None:
     a, b = new("a"), new("b")
     await fill(a, 3)
     disk.capacity_bytes = sum(disk.files().values()) + STRIDE

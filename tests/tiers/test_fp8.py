@@ -1,4 +1,4 @@
-"""The lossy codec: how far off what comes back may be, and what it is refused for."""
+"""The lossy codec: the error of decoded numbers, and the layouts that it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {
     "float16": (torch.float16, 2.0**-12, 2.0**-25),
     "float32": (torch.float32, 2.0**-24, 2.0**-150),
 }
-"""By element: its type, half a step relative to a number, and half of its smallest step."""
+"""The type of each element, half a step relative to a number, and half of its smallest step."""
 
 
 def layout_of(element: str, rows: int = 16) -> Layout:
@@ -29,7 +29,7 @@ def layout_of(element: str, rows: int = 16) -> Layout:
 
 
 def near(found: bytes, block: bytes, element: str) -> bool:
-    """Whether each number is as close as the codec says."""
+    """Return whether each number is within the codec's tolerance."""
     dtype, half, smallest = DTYPES[element]
     x = torch.frombuffer(bytearray(block), dtype=dtype).double().view(-1, ROW)
     y = torch.frombuffer(bytearray(found), dtype=dtype).double().view(-1, ROW)
@@ -81,7 +81,7 @@ def trip(element: str, block: bytes) -> bytes | None:
 
 
 @given(st.sampled_from(sorted(DTYPES)), st.binary(min_size=8, max_size=64), st.integers(0, 9))
-def test_whatever_the_bits_are(element: str, part: bytes, seed: int):
+def test_any_bits_round_trip_within_the_tolerance(element: str, part: bytes, seed: int):
     """Numbers of all magnitudes, subnormal ones too, next to each other."""
     size = 4 * ROW * DTYPES[element][0].itemsize
     block = ((part + bytes([seed])) * size)[:size]
@@ -97,7 +97,7 @@ def test_whatever_the_bits_are(element: str, part: bytes, seed: int):
     st.sampled_from(sorted(DTYPES)),
     st.lists(st.floats(-60000, 60000, width=16), min_size=ROW, max_size=ROW),
 )
-def test_numbers_of_any_mixture(element: str, row: list[float]):
+def test_any_mixture_of_numbers_round_trips_within_the_tolerance(element: str, row: list[float]):
     block = bytes(torch.tensor(row, dtype=DTYPES[element][0]).view(torch.uint8).numpy())
     found = trip(element, block)
     assert found is not None
@@ -105,7 +105,7 @@ def test_numbers_of_any_mixture(element: str, row: list[float]):
 
 
 @pytest.mark.parametrize("element", sorted(DTYPES))
-def test_the_largest_and_the_smallest_numbers(element: str):
+def test_the_largest_and_smallest_numbers_round_trip_within_the_tolerance(element: str):
     dtype = DTYPES[element][0]
     info = torch.finfo(dtype)
     for number in (info.max, -info.max, info.tiny, info.smallest_normal, 448.0, 0.0):
@@ -121,7 +121,7 @@ def test_zeros_and_powers_of_two_come_back_as_they_were():
     assert trip("bfloat16", block) == block
 
 
-def test_what_comes_back_is_stored_without_further_loss():
+def test_storing_a_decoded_block_again_loses_no_more():
     block = bytes(torch.randn(16 * ROW, dtype=torch.float32).bfloat16().view(torch.uint8).numpy())
     once = trip("bfloat16", block)
     assert once is not None
@@ -140,6 +140,6 @@ def test_what_comes_back_is_stored_without_further_loss():
         (Layout(16, 4100, {}, "bfloat16", 64), "4100 bytes are not rows of 64 bfloat16"),
     ],
 )
-def test_what_it_is_refused_for(layout: Layout, says: str):
+def test_fp8_refuses_unsuitable_layouts(layout: Layout, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         Fp8Codec().open(layout, b"space")

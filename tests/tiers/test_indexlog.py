@@ -1,4 +1,4 @@
-"""The index log alone: what counts, what is passed over, and compaction."""
+"""The index log alone: valid records, skipped records, and compaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found(disk: FakeDisk, *, places: int = PLACES) -> list[RecoveredBlock]:
 
 
 def set_version(disk: FakeDisk, version: int) -> None:
-    """Have the header say so, whole."""
+    """Set the version in the header, and keep it valid."""
     data = bytearray(disk.content(PATH))
     data[8:10] = version.to_bytes(2, "little")
     data[56:64] = xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
@@ -62,7 +62,7 @@ def never() -> bool:
     return False
 
 
-def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None:
+def test_a_log_returns_stored_blocks_oldest_first_without_removed_ones(disk: FakeDisk) -> None:
     log, items = opened(disk)
     assert items == []
     log.put([item(3), item(1), item(2)])
@@ -72,7 +72,7 @@ def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None
     assert found(disk) == [item(3), item(2), item(0)]
 
 
-def test_a_record_keeps_all_that_is_said_of_a_block(disk: FakeDisk) -> None:
+def test_a_record_keeps_all_facts_of_a_block(disk: FakeDisk) -> None:
     items = [
         item(0, facts=Facts(100, 0, 9.75e8, b"8 bytes.", 7)),
         item(1, facts=Facts(0, 100, terms=1)),
@@ -89,7 +89,7 @@ def test_a_record_keeps_all_that_is_said_of_a_block(disk: FakeDisk) -> None:
     ]
 
 
-def test_a_log_of_an_older_version_is_begun_anew(disk: FakeDisk) -> None:
+def test_a_log_of_an_older_version_is_restarted(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1)])
     log.close()
@@ -102,7 +102,7 @@ def test_a_place_that_is_put_again_has_the_newer_block(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1, 5), item(2, 6)])
     log.put([item(3, 5)])
-    log.remove([item(1, 5)])  # late, and of a block that is there no more
+    log.remove([item(1, 5)])  # late, and for a block that no longer exists
     log.close()
     assert found(disk) == [item(2, 6), item(3, 5)]
 
@@ -114,7 +114,7 @@ def test_places_above_the_capacity_are_ignored(disk: FakeDisk) -> None:
     assert found(disk, places=50) == [item(1, 5)]
 
 
-def test_many_records_of_many_reads(disk: FakeDisk) -> None:
+def test_many_records_are_read_in_several_reads(disk: FakeDisk) -> None:
     log, _ = opened(disk, places=5000)
     puts = [item(n, n) for n in range(3000)]
     for start in range(0, 3000, 100):
@@ -125,7 +125,7 @@ def test_many_records_of_many_reads(disk: FakeDisk) -> None:
     assert found(disk, places=5000) == puts[:1000] + puts[1500:]
 
 
-def test_a_record_with_any_byte_flipped_is_passed_over() -> None:
+def test_a_record_with_any_byte_flipped_is_skipped() -> None:
     for byte in range(RECORD_BYTES):
         disk = FakeDisk(HOME)
         log, _ = opened(disk)
@@ -150,7 +150,7 @@ def test_a_torn_tail_is_cut_and_stays_away() -> None:
         assert found(disk) == [*items, item(9)], torn
 
 
-def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDisk) -> None:
+def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1), item(2), item(3)])
     stale = disk.content(PATH)[RECORD_BYTES * 2 :]
@@ -159,12 +159,12 @@ def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDis
     log.remove([item(2), item(3)])
     log.put([item(4)])
     log.close()
-    disk.put(PATH, disk.content(PATH) + stale)  # older numbers behind newer ones
+    disk.put(PATH, disk.content(PATH) + stale)  # older numbers after newer ones
     assert found(disk) == [item(1), item(4)]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"something else" * 99])
-def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> None:
+def test_a_log_without_a_header_is_restarted(disk: FakeDisk, damage: bytes) -> None:
     disk.put(PATH, damage)
     log, items = opened(disk)
     assert items == []
@@ -173,7 +173,7 @@ def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> 
     assert found(disk) == [item(1)]
 
 
-def test_a_header_with_any_byte_flipped_is_mended() -> None:
+def test_a_header_with_any_byte_flipped_is_repaired() -> None:
     for byte in range(RECORD_BYTES):
         disk = FakeDisk(HOME)
         log, _ = opened(disk)
@@ -185,7 +185,7 @@ def test_a_header_with_any_byte_flipped_is_mended() -> None:
         assert disk.content(PATH)[:RECORD_BYTES] == whole, byte
 
 
-def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> None:
+def test_a_lost_log_is_rewritten_whole_or_not_at_all(disk: FakeDisk) -> None:
     log = new(disk)
     assert log.load(anew=False).lost
     assert not disk.files()
@@ -198,7 +198,7 @@ def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> No
     log.close()
 
 
-def test_another_namespace_s_log_is_begun_anew(disk: FakeDisk) -> None:
+def test_a_log_of_another_namespace_is_restarted(disk: FakeDisk) -> None:
     log = new(disk, space=Namespace(hashlib.sha256(b"another").digest()))
     log.load()
     log.put([item(1)])
@@ -224,7 +224,7 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
 
 
 def fill(log: IndexLog, rounds: int) -> list[RecoveredBlock]:
-    """Put and remove again and again; what is there in the end."""
+    """Put and remove repeatedly; return the remaining items."""
     log.put([item(1), item(2)])
     for number in range(3, 3 + rounds):
         log.put([item(number, 7)])
@@ -258,7 +258,7 @@ def test_compaction_keeps_the_live_records_and_their_order(disk: FakeDisk) -> No
     assert disk.files().keys() == {str(PATH)}
 
 
-def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
+def test_records_appended_during_a_compaction_are_kept(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     live = fill(log, 20)
     asked: list[int] = []
@@ -276,7 +276,7 @@ def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
     assert found(disk) == [live[0], live[2], item(30), item(31)]
 
 
-def test_compaction_stops_when_it_is_told(disk: FakeDisk) -> None:
+def test_a_compaction_stops_on_request(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     live = fill(log, 20)
     log.compact(lambda: True)

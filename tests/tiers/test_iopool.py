@@ -35,7 +35,7 @@ def jobs(*jobs: Callable[[], int]) -> list[Callable[[], int]]:
 
 
 class Note:
-    """A job that says that it ran."""
+    """A job that records its run."""
 
     def __init__(self, order: list[str], name: str) -> None:
         self.order, self.name = order, name
@@ -46,7 +46,7 @@ class Note:
 
 
 class Gate:
-    """A job that says when it has begun and ends when it is told."""
+    """A job that signals its begin and ends on request."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -86,7 +86,7 @@ async def test_an_error_is_raised_once_all_jobs_have_ended(pool: BlockingPool) -
     assert done == ["a", "b"]
 
 
-async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(
+async def test_a_cancellation_waits_for_running_jobs_and_drops_the_rest(
     pool: BlockingPool,
 ) -> None:
     gate, later = Gate(), list[str]()
@@ -102,7 +102,7 @@ async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(
     assert later == []
 
 
-async def test_what_hangs_holds_up_nobody_once_it_is_given_up(pool: BlockingPool) -> None:
+async def test_a_hanging_job_delays_no_other_once_it_is_abandoned(pool: BlockingPool) -> None:
     gates, order, stuck = [Gate(), Gate()], list[str](), list[asyncio.Task[Any]]()
     for gate in gates:
         stuck.append(asyncio.create_task(pool.run_all(jobs(gate, Note(order, "left out")))))
@@ -132,7 +132,7 @@ async def test_the_last_call_comes_after_all_jobs(kind: type[BlockingPool]) -> N
 
 
 @pytest.mark.parametrize("kind", [BlockingPool, BufferedPool])
-async def test_a_job_that_hangs_is_left_behind(kind: type[BlockingPool]) -> None:
+async def test_a_hanging_job_is_abandoned_at_the_close(kind: type[BlockingPool]) -> None:
     pool, gate, last = kind(2, "kvladder-test"), Gate(), threading.Event()
     job = asyncio.create_task(pool.run_all([gate]))
     await gate.wait()
@@ -145,7 +145,7 @@ async def test_a_job_that_hangs_is_left_behind(kind: type[BlockingPool]) -> None
     assert await asyncio.to_thread(last.wait, PATIENCE_S)
 
 
-async def test_threads_end() -> None:
+async def test_all_threads_end_with_the_pool() -> None:
     other = BlockingPool(3, "kvladder-ends")
     assert await other.run_all([threading.get_ident] * 5)
     assert await other.aclose(lambda: None, timeout_s=PATIENCE_S)

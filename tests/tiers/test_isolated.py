@@ -1,4 +1,4 @@
-"""Tiers in processes of their own: the suite, and what a tier can do there to nobody else."""
+"""Isolated tiers: the suite, and faults of a tier that reach no other part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestFiles(TierTests):
 
 
 def children():
-    """The child processes that there are, dead ones that nobody waited for among them."""
+    """Return the child processes, including dead ones that were not reaped."""
     return {
         int(pid)
         for told in Path("/proc/self/task").glob("*/children")
@@ -48,18 +48,18 @@ def children():
 
 
 def is_alive(pid):
-    """Whether there is such a process, a dead one that nobody waited for among them."""
+    """Return whether a process exists, including a dead one that was not reaped."""
     return Path(f"/proc/{pid}").exists()
 
 
 async def until(is_so):
-    """Wait for something that nobody tells."""
+    """Wait for a condition that sends no event."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(PAUSE_S)
 
 
 async def again(call):
-    """What a call answers as soon as it is answered."""
+    """Return the answer of a call once it has one."""
     while True:
         try:
             return await call()
@@ -85,7 +85,7 @@ class TestFaults(TierFixtures):
         await until(order.with_suffix(".begun").exists)
         return task
 
-    async def test_a_call_that_is_cancelled_ends_over_there(self, tier, blocks, order):
+    async def test_a_cancelled_call_ends_in_the_process_too(self, tier, blocks, order):
         (block,) = await blocks.put(tier, 0)
         pid = tier.gauges()["process"]
         task = await self.begun(order, "hang", tier.get(blocks.reads([block])))
@@ -98,7 +98,9 @@ class TestFaults(TierFixtures):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("what", ["deaf", "block", "late", "stop"])
-    async def test_what_does_not_end_is_killed_and_lands_nowhere(self, tier, blocks, order, what):
+    async def test_a_call_that_does_not_end_is_killed_and_writes_nothing(
+        self, tier, blocks, order, what
+    ):
         (block,) = await blocks.put(tier, 0)
         pid = tier.gauges()["process"]
         task = await self.begun(order, what, tier.get(blocks.reads([block])))
@@ -116,13 +118,11 @@ class TestFaults(TierFixtures):
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("what", "how"), [("crash", "SIGSEGV"), ("exit", "exit status 3")])
-    async def test_a_death_fails_the_calls_that_were_under_way(
-        self, tier, blocks, order, what, how
-    ):
+    async def test_a_death_fails_the_calls_in_flight(self, tier, blocks, order, what, how):
         order.write_text(what)
         with pytest.raises(TierError, match=f"the process of UnrulyTier has ended: {how}"):
             await tier.put(blocks.writes(blocks.some(0)))
-        with pytest.raises(TierError, match="is being started"):  # nobody waits for the next one
+        with pytest.raises(TierError, match="is being started"):  # no call waits for the next one
             await tier.put(blocks.writes(blocks.some(0)))
         order.unlink()
         await again(lambda: tier.contains([]))
@@ -130,7 +130,7 @@ class TestFaults(TierFixtures):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-    async def test_only_a_kill_ends_it(self, tier, blocks, sent):
+    async def test_only_sigkill_ends_the_process(self, tier, blocks, sent):
         await blocks.put(tier, 0)
         pid = tier.gauges()["process"]
         os.kill(pid, sent)
@@ -139,7 +139,7 @@ class TestFaults(TierFixtures):
             assert await again(lambda: tier.contains([])) == []
         assert await blocks.contains(tier, blocks.some(0)) == [sent != signal.SIGKILL]
 
-    async def test_errors_are_what_they_are_without_it(self, tier, blocks, order):
+    async def test_errors_are_the_same_as_without_isolation(self, tier, blocks, order):
         writes = blocks.writes(blocks.some(0))
         order.write_text("full")
         with pytest.raises(TierFull, match="no room"):
@@ -153,7 +153,7 @@ class TestFaults(TierFixtures):
         order.write_text("numbers")
         assert await tier.put(writes) == 7  # the level sees that this is no answer
 
-    async def test_what_it_says_comes_through(self, make, context, blocks):
+    async def test_messages_quotas_and_progress_reach_the_parent(self, make, context, blocks):
         said: list[str] = []
         tier = make()
         await tier.open(replace(context, say=said.append))
@@ -196,7 +196,7 @@ class TestFaults(TierFixtures):
         assert await tier.put(blocks.writes(items)) == [True, True, False]
         assert await blocks.contains(tier, items) == [True, True, False]
 
-    async def test_a_salt_that_had_no_room_is_asked_for_again(self, tier, blocks, order):
+    async def test_the_spare_room_of_a_full_salt_is_asked_for_again(self, tier, blocks, order):
         salts = b"12345678", b"abcdefgh"
         order.write_text("room 0")
         items = [b.of(salt=s) for b, s in zip(blocks.some(0, 1), salts, strict=True)]
@@ -206,7 +206,7 @@ class TestFaults(TierFixtures):
         order.write_text("room 5")
         await until(lambda: [tier.spare(salt) for salt in salts] == [5, 5])
 
-    async def test_it_has_the_traits_of_the_tier(self, tier, order):
+    async def test_an_isolated_tier_has_the_traits_of_its_tier(self, tier, order):
         plain = UnrulyTier(UnrulyOptions(path=str(order)))
         traits = {**Medium.__annotations__, **Tier.__annotations__}
         assert {name: getattr(tier, name) for name in traits} == {
@@ -231,7 +231,7 @@ class TestFaults(TierFixtures):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("late", [False, True])
-    async def test_an_opening_that_is_cut_off_leaves_no_process(self, make, context, late):
+    async def test_a_cancelled_opening_leaves_no_process(self, make, context, late):
         before, tier, cut = children(), make(), 0
         while await cancel_at(tier.open(context), cut + 1, late=late):
             assert children() <= before
@@ -259,7 +259,7 @@ class TestFaults(TierFixtures):
         await tier.aclose()
 
     @pytest.mark.slow
-    async def test_it_is_tried_again_until_it_opens(self, make, context, order):
+    async def test_a_tier_is_restarted_until_it_opens(self, make, context, order):
         said: list[str] = []
         tier = make()
         await tier.open(replace(context, say=said.append))
@@ -271,7 +271,7 @@ class TestFaults(TierFixtures):
         assert "the process of UnrulyTier has ended: SIGKILL: it is started again" in said
         await tier.aclose()
 
-    async def test_one_that_breaks_the_protocol_is_killed_before_its_calls_fail(
+    async def test_a_process_that_breaks_the_protocol_is_killed_before_its_calls_fail(
         self, make, context, blocks, order
     ):
         said: list[str] = []
@@ -288,7 +288,7 @@ class TestFaults(TierFixtures):
         assert any("does not keep to the protocol" in text for text in said)
         await tier.aclose()
 
-    async def test_a_purge_hears_of_its_own_progress(self, tier, blocks):
+    async def test_a_purge_receives_only_its_own_progress(self, tier, blocks):
         await blocks.put(tier, 0, 1)
         first, second = list[tuple[int, int]](), list[tuple[int, int]]()
         await asyncio.gather(
@@ -297,7 +297,7 @@ class TestFaults(TierFixtures):
         )
         assert first == second == [(0, 3), (1, 3), (2, 3)]
 
-    async def test_a_close_does_not_wait_for_what_hangs(self, tier, blocks, order):
+    async def test_a_close_does_not_wait_for_a_hanging_call(self, tier, blocks, order):
         pid = tier.gauges()["process"]
         task = await self.begun(order, "block", tier.put(blocks.writes(blocks.some(0))))
         task.cancel()
@@ -313,19 +313,19 @@ class TestFaults(TierFixtures):
         await tier.aclose()
         assert not is_alive(pid)
 
-    async def test_it_is_looked_at_in_a_process_too(self, order, tmp_path):
+    async def test_an_isolated_tier_is_examined_in_a_process(self, order, tmp_path):
         options = FilesOptions(path=str(tmp_path / "new"))
         tier = IsolatedTier(FilesTier, options)
         found = dict(await tier.examine(1 << 30, print))
         wanted = dict(await FilesTier(options).examine(1 << 30, print))
         assert found.pop("free")
-        del wanted["free"]  # others write there, too
+        del wanted["free"]  # other processes write there, too
         assert found == wanted
         assert tier.gauges()["process"] == 0
 
 
 @pytest.mark.parametrize("module", [__name__, "__main__"])
-def test_a_class_that_nobody_else_can_import_is_refused(module, monkeypatch):
+def test_a_class_that_no_other_process_can_import_is_refused(module, monkeypatch):
     class Mine(MemoryTier):
         pass
 
@@ -358,7 +358,7 @@ asyncio.run(main())
 """
 
 
-def test_it_ends_with_the_engine_however_that_ends():
+def test_the_process_ends_with_the_engine_even_if_that_is_killed():
     engine = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
     pid = int(engine.stdout.readline())
@@ -393,7 +393,7 @@ class MyTier(MemoryTier):
 """
 
 
-def test_a_process_imports_what_its_parent_can_and_nothing_of_the_current_folder(tmp_path):
+def test_a_process_imports_the_parents_modules_and_none_of_the_current_folder(tmp_path):
     plugins, current = tmp_path / "plugins", tmp_path / "current"
     plugins.mkdir()
     current.mkdir()

@@ -1,4 +1,4 @@
-"""The label of a block: what stands in it, and what becomes of one that is not right."""
+"""The label of a block: its fields, and the treatment of invalid ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FACTS = st.builds(
 
 
 @given(st.binary(min_size=32, max_size=32), FACTS, st.binary(max_size=448 - 8))
-def test_what_goes_in_comes_out(key: bytes, facts: Facts, steps: bytes) -> None:
+def test_a_label_round_trips(key: bytes, facts: Facts, steps: bytes) -> None:
     label = LABELS.pack(BlockKey(key), BLOCK, facts, Coding(SIZE, steps))
     assert len(label) == LABEL_BYTES
     assert told(label) == (key, SPACE, SIZE, facts, xxh3_128_digest(BLOCK))
@@ -63,8 +63,8 @@ def test_what_goes_in_comes_out(key: bytes, facts: Facts, steps: bytes) -> None:
     assert (outcome, coding) == (Outcome.GOOD, Coding(SIZE, steps))
 
 
-def test_the_head_is_where_it_was() -> None:
-    """Every release of this version reads what any other wrote: it never moves."""
+def test_the_head_of_a_label_keeps_its_position() -> None:
+    """Every release of this version reads the labels of all others, so the head never moves."""
     label = LABELS.pack(KEY, BLOCK, Facts(35, 40, 1.5, b"8 bytes!", 5), Coding(SIZE, b"steps"))
     head = pack(
         "<8sHBxHxxQ32s32sBBB5xd8s16s",
@@ -86,7 +86,7 @@ def test_the_head_is_where_it_was() -> None:
     assert label == body + pack("<Q", xxh3_64_intdigest(body))
 
 
-def test_what_others_wrote_is_theirs() -> None:
+def test_labels_of_other_namespaces_or_keys_are_stale() -> None:
     label = LABELS.pack(KEY, BLOCK)
     stored = memoryview(BLOCK)
     foreign = Labels(LAYOUT.namespace(salt="other"), SIZE, verify=True)
@@ -98,7 +98,7 @@ def test_what_others_wrote_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, SIZE - 1, SIZE + 1, 1 << 40, (1 << 64) - 1])
-def test_a_length_that_lies_is_damage(length: int) -> None:
+def test_a_wrong_length_is_damage(length: int) -> None:
     for verify in (True, False):
         labels = Labels(SPACE, SIZE, verify=verify)
         label = repaired(labels.pack(KEY, BLOCK), {16: pack("<Q", length)})
@@ -122,13 +122,13 @@ def read_of(label: bytes, length: int) -> LevelRead:
 
 
 @pytest.mark.parametrize("length", [-1, 0, SIZE - 1, SIZE + 1, 1 << 62])
-def test_bytes_that_cannot_have_come_are_damage(length: int) -> None:
+def test_impossible_byte_counts_are_damage(length: int) -> None:
     read = read_of(LABELS.pack(KEY, BLOCK), length)
     assert not read.check()
     assert read.verdict == (Outcome.CORRUPT, None)
 
 
-def test_what_came_last_counts() -> None:
+def test_the_last_delivery_of_a_read_counts() -> None:
     read = read_of(LABELS.pack(OTHER, BLOCK), SIZE)
     assert not read.check()
     read.came(LABELS.pack(KEY, BLOCK), SIZE)
@@ -145,11 +145,11 @@ def test_a_label_is_made_once() -> None:
     assert write.label() is label
 
 
-# ---- labels that somebody, or chance, has made
+# ---- labels made by attackers or by chance
 
 
 class Fuzz:
-    """Makes labels that are wrong, and says what a level makes of them."""
+    """Makes invalid labels, and returns a level's verdict on them."""
 
     def __init__(self, seed: int, *codecs: Codec) -> None:
         self.random = Random(seed)
@@ -165,7 +165,7 @@ class Fuzz:
         self.slot = memoryview(bytearray(SIZE))
 
     def outcome(self, label: bytes, stored: bytes) -> Outcome:
-        """What became of it; no byte that is wrong is good."""
+        """Return the verdict, and assert that no wrong byte is accepted."""
         self.slot[: len(stored)] = stored
         told(label)
         outcome, coding = LABELS.check(KEY, label, self.slot[: len(stored)])
@@ -174,7 +174,7 @@ class Fuzz:
         return outcome
 
     def damaged(self, data: bytes) -> bytes:
-        """With bits inverted, cut, moved, or all noise."""
+        """Return a label with inverted bits, cut, moved, or replaced by noise."""
         random, changed = self.random, bytearray(data)
         match random.randrange(5):
             case 0:
@@ -190,7 +190,7 @@ class Fuzz:
                 return bytes(changed)
 
     def forged(self) -> bytes:
-        """Some fields are others, and the check is right."""
+        """Return a label with some changed fields and a right check."""
         random, changes = self.random, dict[int, bytes]()
         for _ in range(random.choice((1, 1, 2, 5))):
             at, size = random.choice(
@@ -228,7 +228,7 @@ def test_no_damage_of_a_label_gives_a_wrong_byte(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_nobody_who_forges_labels_can_have_a_wrong_byte_decrypted(
+def test_no_forged_label_gives_a_wrong_decrypted_byte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
@@ -242,7 +242,7 @@ def test_nobody_who_forges_labels_can_have_a_wrong_byte_decrypted(
     assert {*seen} == {*Outcome} - {Outcome.EXPIRED}, "without a clock nothing expires"
 
 
-def test_what_has_expired_is_refused_by_who_has_a_clock() -> None:
+def test_labels_with_a_clock_refuse_expired_blocks() -> None:
     now_s, stored = 1000.0, memoryview(BLOCK)
     clocked = Labels(SPACE, SIZE, verify=True, wall=lambda: now_s)
     for ends_s, outcome in (
@@ -274,10 +274,10 @@ OTHERS = {
     "files/log.py": "records",
     "nixl/tier.py": "which server a key goes to",
 }
-"""Who else packs or takes checksums, and of what; nobody of a block."""
+"""Other modules that pack bytes or take checksums, and their subjects: never a block."""
 
 
-def test_one_place_packs_and_one_checks() -> None:
+def test_labels_are_packed_and_checked_in_one_module() -> None:
     folder = Path(tiers.__file__).parent
     texts = {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8")

@@ -71,7 +71,7 @@ class TestMooncake(TierTests):
         data[LABEL_BYTES] ^= 1
         await self.raw_put(tier, ref, bytes(data[:LABEL_BYTES]), bytes(data[LABEL_BYTES:]))
 
-    async def test_a_purge_of_a_salt_takes_with_it_what_has_no_whole_label(self, tier, blocks):
+    async def test_a_purge_of_a_salt_removes_objects_without_a_whole_label(self, tier, blocks):
         mine = await blocks.put(tier, 0, 1)
         assert self.client("put", self.name(tier, blocks.some(2)[0].ref), b"cut") == 0
         told = []
@@ -93,7 +93,7 @@ class TestMooncake(TierTests):
         assert await blocks.get(tier, [one, two]) == [False, True]
         assert blocks.refused == {Outcome.CORRUPT: 1}
 
-    async def test_pinned_blocks_and_replaced_ones(self, tier, blocks):
+    async def test_pinned_and_replaced_blocks_are_read_back(self, tier, blocks):
         stored = [blocks.some(0)[0].of(priority=95), blocks.some(1)[0]]
         await blocks.store(tier, stored)
         await blocks.store(tier, [stored[0]._replace(replace=True)])
@@ -135,7 +135,7 @@ class TestFaults(TierFixtures):
             task = asyncio.create_task(tier.get(blocks.reads(stored)))
         else:
             task = asyncio.create_task(tier.put(blocks.writes(blocks.some(4, 5))))
-        await asyncio.sleep(0.3)  # it does not end by itself
+        await asyncio.sleep(0.3)  # it does not end without help
         task.cancel()
         with pytest.raises((asyncio.CancelledError, TierError)):
             await task
@@ -151,18 +151,18 @@ class TestFaults(TierFixtures):
             await asyncio.sleep(0.05)
         cut = blocks.some(4, 5)
         blocks.fill(cut)
-        while await blocks.contains(tier, cut) != [True, True]:  # a put that was killed is over
+        while await blocks.contains(tier, cut) != [True, True]:  # a killed put has ended
             await tier.put(blocks.writes(cut))
             await asyncio.sleep(0.05)
 
-    async def test_a_put_that_died_is_not_there_and_is_in_nobodys_way(self, tier, blocks, store):
-        """The master keeps its name, and says of all calls but a put that it is not ready."""
+    async def test_an_interrupted_put_is_a_miss_and_can_be_repeated(self, tier, blocks, store):
+        """The master keeps its name, and answers all calls but a put with "not ready"."""
         stored, cut = await blocks.put(tier, 0), blocks.some(4)
         blocks.fill(cut)
         store.nodes[0].kill(signal.SIGSTOP)
         task = asyncio.create_task(tier.put(blocks.writes(cut)))
         name = TestMooncake.name(tier, cut[0].ref)
-        while store.client("get_size", name) != NOT_READY:  # noqa: ASYNC110 - nobody tells
+        while store.client("get_size", name) != NOT_READY:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises((asyncio.CancelledError, TierError)):
@@ -198,7 +198,7 @@ class TestFaults(TierFixtures):
         assert await blocks.get(tier, [other]) == [True]
 
     @pytest.mark.parametrize("lease", ["0ms"])
-    async def test_reading_that_outlasts_the_lease_is_told_as_that(self, tier, blocks):
+    async def test_a_read_that_outlasts_the_lease_is_reported_as_such(self, tier, blocks):
         stored = await blocks.put(tier, 0, 1, 2)
         with pytest.raises(TierError, match="longer than the master's --default_kv_lease_ttl"):
             await blocks.get(tier, stored)
@@ -211,7 +211,7 @@ class TestFaults(TierFixtures):
                 await tier.contains(blocks.refs(blocks.some(0)))
 
 
-def test_a_master_that_is_not_there_is_named():
+def test_a_missing_master_is_named():
     (port,) = free_ports(1)
     layout = kvladder.Layout(block_tokens=4, block_bytes=8192)
     level = {"type": "mooncake", "master": f"127.0.0.1:{port}", "capacity": "8 MiB"}
@@ -231,7 +231,7 @@ def test_a_master_that_is_not_there_is_named():
         ({"pin_priority": 102}, "tiers[1].pin_priority"),
     ],
 )
-def test_settings_that_cannot_be(changed, path):
+def test_invalid_settings_are_refused(changed, path):
     level = {"type": "mooncake", "master": "127.0.0.1:1", "capacity": "8 MiB", **changed}
     with pytest.raises(ConfigError) as refused:
         load_config({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]})

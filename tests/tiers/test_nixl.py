@@ -85,7 +85,7 @@ def refused(far, layout=LAYOUT, **changed):
 
 
 @pytest.mark.slow
-def test_who_has_another_key_is_refused(far, tmp_path):
+def test_a_client_with_another_key_is_refused(far, tmp_path):
     make_keys(tmp_path)
     what, where = refused(far, keys=str(tmp_path / "client.keys"))  # of another server
     assert "another key" in what
@@ -109,7 +109,7 @@ def test_blocks_that_are_too_large_for_the_server_are_refused(far):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_named(far, tmp_path):
+def test_a_missing_server_is_named(far, tmp_path):
     (port,) = free_ports(1)
     what, where = refused(far, servers=[f"127.0.0.1:{port}"], required=True)
     assert f"127.0.0.1:{port}: nobody listens there" in what
@@ -118,7 +118,7 @@ def test_a_server_that_is_not_there_is_named(far, tmp_path):
 
 
 @pytest.mark.slow
-def test_who_answers_something_else_is_no_far_end(far):
+def test_a_foreign_server_is_not_accepted_as_a_far_end(far):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer():
@@ -136,13 +136,13 @@ def test_who_answers_something_else_is_no_far_end(far):
 
 
 @pytest.mark.slow
-def test_an_interface_that_is_not_there_is_named(far):
+def test_a_missing_interface_is_named(far):
     what, _ = refused(far, interfaces="none0", required=True)
     assert "NIXL" in what
 
 
 @pytest.mark.slow
-def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monkeypatch):
+def test_interfaces_of_the_environment_apply_where_none_are_named(far, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "none0")
     what, _ = refused(far, required=True)
     assert "NIXL" in what
@@ -151,7 +151,7 @@ def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monke
 
 
 @pytest.mark.slow
-def test_without_a_server_that_is_not_required_there_are_misses(far, caplog):
+def test_a_missing_server_that_is_not_required_gives_misses(far, caplog):
     (port,) = free_ports(1)
     more = {"servers": [f"127.0.0.1:{port}"]}
     with kvladder.open_cache(stack(far, **more), layout=LAYOUT) as cache:
@@ -186,7 +186,7 @@ def test_a_file_that_has_no_keys_is_refused(far, tmp_path, text):
         [{"peers": ["PUBLIC"]}],
     ],
 )
-def test_tenants_that_cannot_be_are_refused(tmp_path, tenants):
+def test_invalid_tenants_are_refused(tmp_path, tenants):
     file, other = make_keys(tmp_path)
     public = read_keys(str(other)).public.decode()
     keys = yaml.safe_load(file.read_text()) | {"peers": [], "tenants": tenants}
@@ -208,7 +208,7 @@ def test_keys_that_others_can_read_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["nixl_cu13._api", "libcudart.so.99: cannot open"])
-def test_a_library_that_is_not_there_is_named(monkeypatch, missing):
+def test_a_missing_library_is_named(monkeypatch, missing):
     def absent(name):
         kind = ModuleNotFoundError if missing == name else ImportError
         raise kind(f"No module named {name!r}" if missing == name else missing)
@@ -233,7 +233,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch, missing):
         ({"interfaces": ""}, "tiers[1].interfaces"),
     ],
 )
-def test_settings_that_cannot_be(changed, path):
+def test_invalid_settings_are_refused(changed, path):
     level = {"type": "nixl", "servers": ["x:1"], "keys": "k", "capacity": "8 MiB", **changed}
     with pytest.raises(ConfigError) as error:
         load_config({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]})
@@ -244,7 +244,7 @@ def test_settings_that_cannot_be(changed, path):
 
 
 @pytest.mark.slow
-def test_coded_blocks_travel_short_and_come_back_whole(far):
+def test_coded_blocks_are_transferred_short_and_come_back_whole(far):
     level = {"when": "commit", "codecs": ["zstd", "checksum"]}
     keys = [kvladder.BlockKey(bytes([n]) * 32) for n in range(8)]
     with kvladder.open_cache(stack(far, **level), layout=LAYOUT) as cache:

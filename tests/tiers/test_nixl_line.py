@@ -1,4 +1,4 @@
-"""Connections to far ends over a fabric that is late, hangs, breaks, and lies."""
+"""Connections to far ends over a fabric that delays, hangs, breaks, and sends lies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Near:
         return await self.line.here.put(keys, [*numbers], sizes, facts, label)
 
     async def get(self, *numbers):
-        """Which blocks came, all of them right."""
+        """Return which blocks arrived, all with the right bytes."""
         self.poison()
         got = await self.line.here.get([self.key(n) for n in numbers], [*numbers])
         for n, length in zip(numbers, got.lengths, strict=True):
@@ -111,7 +111,7 @@ async def until(is_so):
         await asyncio.sleep(0.01)
 
 
-async def test_blocks_go_and_come():
+async def test_blocks_are_stored_and_read_back():
     async with pair() as (near, fabric):
         assert await near.line.tried()
         assert await near.put(0, 1) == [True, True]
@@ -141,8 +141,8 @@ async def test_a_commit_may_come_as_soon_as_the_grant_is_sent():
         assert fabric.exporter.gauges()["messages_refused"] == 0
 
 
-@pytest.mark.real  # in the order in which they were asked for
-async def test_what_is_granted_is_on_its_way_before_labels_are_made():
+@pytest.mark.real  # in the order of the calls
+async def test_granted_blocks_are_in_flight_before_their_labels_are_made():
     async with pair() as (near, fabric):
         await near.line.tried()
         (plane,) = [plane for plane in fabric.planes if plane.arena is near.arena]
@@ -160,7 +160,7 @@ async def test_what_is_granted_is_on_its_way_before_labels_are_made():
         assert posted[0], "the first one is not put off by the other one"
 
 
-async def test_nobody_polls_at_the_client_while_a_put_is_checked():
+async def test_the_client_does_not_poll_while_a_put_is_checked():
     async with pair() as (near, fabric):
         await near.line.tried()
         (plane,) = [plane for plane in fabric.planes if plane.arena is near.arena]
@@ -172,7 +172,7 @@ async def test_nobody_polls_at_the_client_while_a_put_is_checked():
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
-async def test_what_hangs_ends_with_the_fence_and_lands_nowhere(call):
+async def test_a_hanging_transfer_ends_with_the_fence_and_writes_nothing(call):
     async with pair(timeout_s=2.0) as (near, fabric):
         await near.line.tried()
         await near.put(0, 1)
@@ -194,7 +194,7 @@ async def test_what_hangs_ends_with_the_fence_and_lands_nowhere(call):
 
 
 @pytest.mark.parametrize("call", ["get", "put", "have"])
-async def test_a_call_may_be_given_up_at_any_time(call):
+async def test_a_call_may_be_cancelled_at_any_time(call):
     async with pair() as (near, fabric):
         await near.line.tried()
         await near.put(0, 1)
@@ -213,7 +213,7 @@ async def test_a_call_may_be_given_up_at_any_time(call):
         assert near.line.breaks == 0, "nothing hung, so there was no need of the fence"
 
 
-async def test_a_far_end_that_is_silent_is_given_up_and_found_again():
+async def test_a_silent_far_end_is_dropped_and_found_again():
     async with pair() as (near, fabric):
         await near.line.tried()
         await near.put(0)
@@ -228,7 +228,7 @@ async def test_a_far_end_that_is_silent_is_given_up_and_found_again():
         assert await near.get(0) == [True]
 
 
-async def test_slots_of_a_client_that_is_gone_come_back_after_its_agent_is_destroyed():
+async def test_slots_of_a_lost_client_become_free_after_its_agent_is_destroyed():
     async with pair() as (near, fabric):
         await near.line.tried()
         fabric.hangs = True
@@ -249,7 +249,7 @@ async def test_slots_of_a_client_that_is_gone_come_back_after_its_agent_is_destr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["get", "put"])
-async def test_who_holds_slots_for_too_long_is_not_served_any_more(call):
+async def test_a_client_that_holds_slots_too_long_is_disconnected(call):
     async with pair() as (near, fabric):
         await near.line.tried()
         await near.put(0)
@@ -272,7 +272,7 @@ async def test_who_holds_slots_for_too_long_is_not_served_any_more(call):
         assert await near.get(0) == [True]
 
 
-async def test_clients_that_are_lost_at_once_hold_up_no_other_for_longer_than_one(monkeypatch):
+async def test_several_lost_clients_delay_others_no_longer_than_one(monkeypatch):
     takes_s = 0.1
     loop: Any = asyncio.get_running_loop()
     async with pair() as (near, fabric):
@@ -329,7 +329,7 @@ async def test_a_data_plane_that_fails_ends_the_session_at_both_ends():
         ("have", lambda op: m.Found(op, b"\1\1")),
     ],
 )
-async def test_answers_that_cannot_be_break_the_connection(asked, answer):
+async def test_invalid_answers_break_the_connection(asked, answer):
     async with pair() as (near, fabric):
         await near.line.tried()
         kinds = {"get": m.Get, "put": m.Offer, "have": m.Lookup}
@@ -358,7 +358,7 @@ async def test_answers_that_cannot_be_break_the_connection(asked, answer):
         (lambda data: [b""], "speaks nothing"),
     ],
 )
-async def test_a_far_end_that_speaks_something_else_is_named(mangle, why):
+async def test_a_far_end_of_another_protocol_is_named(mangle, why):
     async with pair() as (near, fabric):
         fabric.to_near = mangle
         assert not await near.line.tried()

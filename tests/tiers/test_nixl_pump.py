@@ -1,4 +1,4 @@
-"""How the pump of a data plane goes on."""
+"""The order of work in the pump of a data plane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvladder.tiers.nixl.pump import Pump
 
 
 class Plane:
-    """What is posted has ended with the next poll."""
+    """A plane in which posted work ends with the next poll."""
 
     def __init__(self, log):
         self.log = log
@@ -47,8 +47,8 @@ async def test_the_end_of_a_write_is_seen_before_the_next_one_is_posted(log):
     assert log == ["post 0", "end 0", "post 1", "end 1", "post 2", "end 2"]
 
 
-@pytest.mark.real  # in the order in which they were asked for
-async def test_a_write_is_not_put_off_by_the_next_one(log):
+@pytest.mark.real  # in the order of the calls
+async def test_a_write_is_not_delayed_by_the_next_one(log):
     pump, loop = pump_over(Plane(log), log), asyncio.get_running_loop()
     first = pump.write([0], [0], [1])
     loop.call_soon(log.append, "whoever asked goes on")
@@ -56,7 +56,7 @@ async def test_a_write_is_not_put_off_by_the_next_one(log):
     assert log[0] == "post 0"
 
 
-async def test_what_cannot_be_posted_has_failed(log):
+async def test_a_write_that_cannot_be_posted_fails(log):
     plane = Plane(log)
     pump = pump_over(plane, log)
     plane.is_broken = True
@@ -65,7 +65,7 @@ async def test_what_cannot_be_posted_has_failed(log):
     assert [str(error) for error in log] == ["disconnected"]
 
 
-async def test_what_was_not_posted_when_the_plane_ends_has_failed_and_never_is(log):
+async def test_a_write_not_posted_before_the_end_of_the_plane_fails_and_is_never_posted(log):
     pump = pump_over(Plane(log), log)
     writing = pump.write([0], [0], [1])
     pump.close(TierError("it is over"))

@@ -1,4 +1,4 @@
-"""The NIXL tier over several far ends, in simulated time: who has which block, and who is away."""
+"""The NIXL tier over several far ends, in simulated time: owners of blocks, missing ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "nixl.md"
 
 
 class Fabrics(TierFixtures):
-    """Five far ends, and what the tier has instead of ZeroMQ and NIXL."""
+    """Five far ends, and stand-ins for ZeroMQ and NIXL."""
 
     @pytest_asyncio.fixture
     async def fabrics(self, monkeypatch):
@@ -72,7 +72,7 @@ class TestThreeServers(Fabrics, TierTests):
         return lambda: NixlTier(NixlOptions(servers=SERVERS, keys="k"))
 
     def holder(self, ref, namespace):
-        """The server that has a block, else the first one."""
+        """Return the server that has a block, otherwise the first one."""
         offers = [fabric.offers for fabric in self.network.values()]
         found = [one for one in offers if namespace + ref.key in one.blocks]
         assert len(found) <= 1, "a block is in one of them"
@@ -100,7 +100,7 @@ class TestThreeServers(Fabrics, TierTests):
         offers.arena.view(offers.blocks[space + ref.key][0])[0] ^= 1
 
 
-class TestWhoHasIt(Fabrics):
+class TestOwners(Fabrics):
     @pytest.fixture
     def capacity(self):
         return 32
@@ -111,7 +111,7 @@ class TestWhoHasIt(Fabrics):
         return lambda: NixlTier(NixlOptions(servers=SERVERS, peers=PEERS, keys="k"))
 
     def spread(self):
-        """How many blocks each far end has."""
+        """Return how many blocks each far end has."""
         return [len(fabric.offers.blocks) for fabric in self.network.values()]
 
     async def test_blocks_are_spread_and_each_is_in_one_server(self, tier, blocks):
@@ -122,7 +122,7 @@ class TestWhoHasIt(Fabrics):
         assert await blocks.contains(tier, stored) == [True] * 32
         assert await blocks.get(tier, stored) == [True] * 32
 
-    async def test_one_that_is_away_costs_its_own_blocks(self, tier, blocks):
+    async def test_a_missing_server_costs_only_its_own_blocks(self, tier, blocks):
         stored = await blocks.put(tier, *range(32))
         self.network["b:1"].is_cut = True
         await until(lambda: tier.gauges()["far_ends_connected"] == 4)
@@ -140,7 +140,9 @@ class TestWhoHasIt(Fabrics):
         assert await blocks.get(tier, stored) == [True] * 32
         assert tier.gauges()["connections_broken"] == 1
 
-    async def test_one_that_hangs_in_a_batch_costs_its_own_blocks(self, make, context, blocks):
+    async def test_a_server_that_hangs_in_a_batch_costs_only_its_own_blocks(
+        self, make, context, blocks
+    ):
         tier = make()
         await tier.open(replace(context, timeout_s=2.0))
         stored = await blocks.put(tier, *range(32))
@@ -158,7 +160,7 @@ class TestWhoHasIt(Fabrics):
         assert await blocks.get(tier, stored) == [True] * 3, "they are asked in turn"
 
     def move(self, block, to):
-        """Have another far end have a block, and nobody else."""
+        """Move a block to another far end."""
         for fabric in self.network.values():
             for name in [name for name in fabric.offers.blocks if name.endswith(block.key)]:
                 slot, length, label = fabric.offers.blocks[name]
@@ -179,7 +181,7 @@ class TestWhoHasIt(Fabrics):
         assert await blocks.get(tier, blocks.some(0)) == [False]
         await tier.aclose()
 
-    async def test_it_starts_without_servers_only_if_none_is_required(self, make, context):
+    async def test_a_tier_starts_without_servers_only_if_none_is_required(self, make, context):
         for address in SERVERS:
             self.network[address].is_cut = True
         with pytest.raises(Unavailable, match="no answer within 5 s"):
@@ -193,7 +195,7 @@ class TestWhoHasIt(Fabrics):
         assert await tier.contains([]) == []
         await tier.aclose()
 
-    async def test_a_purge_that_a_server_does_not_do_is_an_error(self, tier, blocks):
+    async def test_a_purge_that_a_server_fails_is_an_error(self, tier, blocks):
         await blocks.put(tier, *range(8))
         progress = list[tuple[int, int]]()
         assert await tier.purge(None, lambda *told: progress.append(told)) == 8
@@ -234,7 +236,7 @@ def entry(address, **more):
 
 
 class TestRoster(Fabrics):
-    """Who is there is read from a Redis."""
+    """Far ends are read from a list in Redis."""
 
     @pytest.fixture
     def capacity(self):
@@ -257,7 +259,7 @@ class TestRoster(Fabrics):
     def names(self, tier):
         return sorted(name for name, *_ in self.lines(tier))
 
-    async def test_who_comes_is_used_and_who_has_left_is_not(self, tier, blocks):
+    async def test_a_new_server_is_used_and_one_that_left_is_not(self, tier, blocks):
         (roster,) = FakeRoster.made
         assert self.names(tier) == ["engine", "one", "two"]
         stored = await blocks.put(tier, *range(32))
@@ -274,7 +276,7 @@ class TestRoster(Fabrics):
         assert {key: tier._owner(key, tier._servers).name for key in before} == before
         assert await blocks.get(tier, stored) == [True] * 32
 
-    async def test_who_is_connected_stays_when_the_list_is_lost(self, tier, blocks):
+    async def test_connected_servers_stay_when_the_list_is_lost(self, tier, blocks):
         (roster,) = FakeRoster.made
         stored = await blocks.put(tier, *range(32))
         roster.entries.clear()
@@ -284,7 +286,7 @@ class TestRoster(Fabrics):
         self.network["b:1"].is_cut = True
         await until(lambda: self.names(tier) == ["engine", "one"])
 
-    async def test_a_list_that_cannot_be_read_changes_nothing_and_is_said_once(
+    async def test_an_unreadable_list_changes_nothing_and_is_reported_once(
         self, tier, blocks, context
     ):
         (roster,) = FakeRoster.made
@@ -301,7 +303,7 @@ class TestRoster(Fabrics):
         self.network["p:1"].is_cut = True
         await until(lambda: self.names(tier) == ["one", "two"])
 
-    async def test_a_name_at_another_address_has_the_same_blocks(self, tier, blocks):
+    async def test_a_server_that_moved_to_another_address_has_the_same_blocks(self, tier, blocks):
         (roster,) = FakeRoster.made
         stored = await blocks.put(tier, *range(32))
         before, after = self.network["b:1"].offers, self.network["c:1"].offers
@@ -314,7 +316,7 @@ class TestRoster(Fabrics):
         assert await blocks.get(tier, stored) == [True] * 32
         assert self.names(tier) == ["engine", "one", "two"]
 
-    async def test_who_is_of_no_use_here_is_left_out(self, tier, context):
+    async def test_unsuitable_servers_are_left_out(self, tier, context):
         (roster,) = FakeRoster.made
         own = context.namespace.hex()
         roster.entries |= {
@@ -329,7 +331,9 @@ class TestRoster(Fabrics):
         await until(lambda: tier.gauges()["far_ends_connected"] == 4)
         assert self.names(tier) == ["engine", "one", "same", "two"]
 
-    async def test_it_opens_late_if_the_list_cannot_be_read(self, make, context, monkeypatch):
+    async def test_a_tier_does_not_open_while_the_list_cannot_be_read(
+        self, make, context, monkeypatch
+    ):
         monkeypatch.setattr(FakeRoster, "wrong", TierError("redis: refused"))
         with pytest.raises(TierError, match="redis: refused"):
             await make().open(context)
@@ -341,7 +345,9 @@ class TestRoster(Fabrics):
         assert missing.value.path == "roster"
         assert not FakeRoster.made
 
-    async def test_nobody_need_be_there_yet(self, make, context, blocks, monkeypatch):
+    async def test_a_tier_opens_before_any_server_is_announced(
+        self, make, context, blocks, monkeypatch
+    ):
         monkeypatch.setattr(FakeRoster, "first", {})
         tier = make()
         await tier.open(context)
@@ -377,7 +383,7 @@ class TestParts(Fabrics):
     def count(self, kind):
         return sum(isinstance(message, kind) for message in self.came)
 
-    async def test_so_many_messages_carry_it(self, tier, blocks):
+    async def test_a_batch_is_sent_in_the_documented_number_of_parts(self, tier, blocks):
         stored = await blocks.put(tier, *range(16))
         assert self.count(m.Offer) == self.count(m.Commit) == tier_module.PARTS
         assert await blocks.get(tier, stored) == [True] * 16
@@ -389,7 +395,7 @@ class TestParts(Fabrics):
         ("count", "least", "sizes"),
         [(16, 4, [4, 4, 4, 4]), (15, 4, [5, 5, 5]), (9, 4, [4, 5]), (7, 4, [7]), (3, 4, [3])],
     )
-    async def test_none_is_smaller_than_it_has_to_be(
+    async def test_no_part_is_smaller_than_the_minimum(
         self, tier, blocks, monkeypatch, count, least, sizes
     ):
         few = (least - 1) * tier.context.layout.slot_bytes + 1
@@ -415,7 +421,7 @@ class TestParts(Fabrics):
         assert made == [16] * tier_module.PARTS
 
     @pytest.mark.parametrize(("kind", "lost"), [(m.Get, None), (m.Offer, False)])
-    async def test_one_that_fails_costs_its_own_blocks(self, tier, blocks, kind, lost):
+    async def test_a_failed_part_costs_only_its_own_blocks(self, tier, blocks, kind, lost):
         stored = await blocks.put(tier, *range(8))
 
         def fails(data):
@@ -441,7 +447,7 @@ class TestParts(Fabrics):
         assert parts.count((lost, lost)) == 1
 
 
-def test_the_page_says_how_many_parts_a_batch_has_and_how_large_they_are():
+def test_the_page_states_the_number_and_size_of_the_parts_of_a_batch():
     page = " ".join(PAGE.read_text().split())
     assert tier_module.PARTS == 4
     assert f"up to four parts of {tier_module.PART_BYTES_MIN >> 20} MiB or more" in page

@@ -25,7 +25,7 @@ def server(tmp_path_factory):
 
 
 class ObjectTierTests(TierTests):
-    """The suite, and what is said of objects alone, over whatever the fixture ``store`` is."""
+    """The suite, and tests of objects, over any store given by the fixture ``store``."""
 
     real = True
 
@@ -53,7 +53,7 @@ class ObjectTierTests(TierTests):
         data = self.store.get(name)
         self.store.put(name, data[:-1] + bytes([data[-1] ^ 1]))
 
-    async def test_who_puts_a_block_first_wins(self, tier, blocks):
+    async def test_the_first_writer_of_a_block_wins(self, tier, blocks):
         (first,) = await blocks.store(tier, [blocks.some(0)[0].of(priority=80)])
         before = self.store.get(name_of(tier, first))
         (second,) = await blocks.store(tier, [first.of(priority=10)])
@@ -64,7 +64,7 @@ class ObjectTierTests(TierTests):
         assert after != before
 
     @pytest.mark.parametrize("size", [0, 1, LABEL_BYTES - 1, LABEL_BYTES, LABEL_BYTES + 1, 3000])
-    async def test_a_cut_object_is_a_miss_and_makes_way(self, tier, blocks, size):
+    async def test_a_truncated_object_is_a_miss_and_is_replaced(self, tier, blocks, size):
         (block, other) = await blocks.put(tier, 0, 1)
         name = name_of(tier, block)
         self.store.put(name, self.store.get(name)[:size])
@@ -75,7 +75,7 @@ class ObjectTierTests(TierTests):
         assert await blocks.get(tier, [block, other]) == [True, True]
 
     @pytest.mark.parametrize("size", [5, 6000 + LABEL_BYTES, 1 << 20])
-    async def test_a_foreign_object_in_the_place_of_a_block_makes_way(self, tier, blocks, size):
+    async def test_a_foreign_object_in_the_place_of_a_block_is_replaced(self, tier, blocks, size):
         block, other = await blocks.put(tier, 0, 1)
         self.store.put(name_of(tier, block), b"x" * size)
         assert await blocks.get(tier, [block, other]) == [False, True]
@@ -83,14 +83,14 @@ class ObjectTierTests(TierTests):
         await blocks.store(tier, [block])
         assert await blocks.get(tier, [block, other]) == [True, True]
 
-    async def test_another_block_in_the_place_of_a_block_makes_way(self, tier, blocks):
+    async def test_another_block_in_the_place_of_a_block_is_replaced(self, tier, blocks):
         block, other = await blocks.put(tier, 0, 1)
         self.store.put(name_of(tier, block), self.store.get(name_of(tier, other)))
         assert await blocks.get(tier, [block]) == [False]
         await blocks.store(tier, [block])
         assert await blocks.get(tier, [block, other]) == [True, True]
 
-    async def test_what_has_expired_is_a_miss_and_makes_way(self, tier, blocks, context):
+    async def test_an_expired_object_is_a_miss_and_is_replaced(self, tier, blocks, context):
         wall_s = context.clock.wall()
         old, young = blocks.some(0, 1)
         await blocks.store(tier, [old.of(expires_wall_s=wall_s - 1.0)])
@@ -100,7 +100,7 @@ class ObjectTierTests(TierTests):
         await blocks.store(tier, [old])
         assert await blocks.get(tier, [old, young]) == [True, True]
 
-    async def test_two_engines_share(self, tier, blocks, context, make):
+    async def test_two_engines_share_blocks(self, tier, blocks, context, make):
         other = make()
         await other.open(context)
         mine, theirs = await blocks.put(tier, 0), await blocks.put(other, 1)
@@ -111,7 +111,7 @@ class ObjectTierTests(TierTests):
         assert await blocks.get(tier, [*mine, *theirs]) == [False, False]
         await other.aclose()
 
-    async def test_what_is_not_its_own_is_left_alone_by_a_purge(self, tier, blocks):
+    async def test_a_purge_leaves_foreign_objects_alone(self, tier, blocks):
         (block,) = await blocks.put(tier, 0)
         own = name_of(tier, block)
         strangers = [
@@ -129,8 +129,8 @@ class ObjectTierTests(TierTests):
         assert await tier.purge(None, lambda *_: None) == 1
         assert [self.store.get(stranger) for stranger in strangers] == [b"somebody else's"] * 5
 
-    async def test_a_purge_of_a_salt_takes_with_it_what_nobody_can_tell(self, tier, blocks):
-        """Cut or damaged blocks, and those of other versions, which nobody here can read."""
+    async def test_a_purge_of_a_salt_removes_unreadable_objects_too(self, tier, blocks):
+        """Cut or damaged blocks, and those of other versions, which this version cannot read."""
         kept, cut, damaged, empty = await blocks.put(tier, 0, 1, 2, 3)
         self.store.put(name_of(tier, empty), b"")
         for block, size in ((cut, 100), (damaged, 1000)):
@@ -179,6 +179,6 @@ class TestCodedObject(Shrinking, TierTests):
         return lambda: CodedTier(ObjectTier(store.options), codecs())
 
     @pytest.mark.parametrize("codecs", ["zstd", "encrypted"], indirect=True)
-    async def test_objects_are_smaller(self, tier, blocks, store):
+    async def test_encoded_objects_are_smaller(self, tier, blocks, store):
         (block,) = await blocks.put(tier, 0)
         assert LABEL_BYTES < len(store.get(name_of(tier, block))) < 1200

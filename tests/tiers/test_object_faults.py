@@ -36,7 +36,7 @@ def cache_over(url, options=None, *, salt="", **settings):
 
 
 def load(cache, wanted):
-    """How many leading blocks come, each checked, from below the host level."""
+    """Return how many leading blocks arrive from below the host level, each checked."""
     forgotten(cache, wanted)
     came = loaded(cache, wanted)
     assert not came.wrong_bytes
@@ -45,7 +45,7 @@ def load(cache, wanted):
 
 
 def comes_back(cache, wanted):
-    """Whether all that is saved now is loaded again."""
+    """Return whether all blocks saved now are read back."""
     stored(cache, wanted)
     return load(cache, wanted) == len(wanted)
 
@@ -58,7 +58,7 @@ def server(tmp_path):
 
 @pytest.fixture(params=["server", "folder"])
 def store(request, tmp_path):
-    """What a cache is opened over."""
+    """Return the store of a cache."""
     if request.param == "folder":
         return f"file://{tmp_path}", {}
     server = request.getfixturevalue("server")
@@ -66,12 +66,12 @@ def store(request, tmp_path):
 
 
 def patient(**settings):
-    """For tests in which nothing is slow on purpose."""
+    """Return long timeouts for tests in which nothing is slow on purpose."""
     return {"timeout": "1 m", **settings}
 
 
 @pytest.mark.parametrize("codecs", [["checksum"], ["zstd", "aes-gcm"]])
-def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypatch):
+def test_two_caches_share_blocks_that_no_other_cache_sees(store, codecs, monkeypatch):
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     wanted, settings = keys(1, 2, 3), patient(codecs=codecs)
     with cache_over(*store, **settings) as first, cache_over(*store, **settings) as second:
@@ -87,7 +87,7 @@ def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypat
         assert load(first, wanted) == 1
 
 
-def test_a_purge_removes_what_others_put(store):
+def test_a_purge_removes_blocks_of_other_caches(store):
     with cache_over(*store, **patient()) as first, cache_over(*store, **patient()) as second:
         tenants, others = keys("tenant", 1), keys("other", 1)
         stored(first, tenants, salt="tenant")
@@ -100,7 +100,7 @@ def test_a_purge_removes_what_others_put(store):
         assert load(second, others) == 0
 
 
-def test_a_server_that_is_killed_and_started_again(server):
+def test_a_server_that_is_killed_and_restarted_is_used_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
         until(lambda: comes_back(cache, wanted))
@@ -112,7 +112,7 @@ def test_a_server_that_is_killed_and_started_again(server):
         until(lambda: comes_back(cache, wanted))
 
 
-def test_a_server_that_answers_nothing_for_a_while(server):
+def test_a_server_that_is_silent_for_a_while_is_used_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
         until(lambda: comes_back(cache, wanted))
@@ -123,7 +123,7 @@ def test_a_server_that_answers_nothing_for_a_while(server):
         until(lambda: comes_back(cache, wanted))
 
 
-def test_a_bucket_that_is_taken_away(server):
+def test_a_removed_bucket_gives_misses(server):
     wanted = keys(1, 2)
     with cache_over(f"s3://{BUCKET}/kv", server.options, **patient()) as cache:
         server.ask("DELETE", BUCKET)
@@ -133,7 +133,7 @@ def test_a_bucket_that_is_taken_away(server):
 
 
 class Throttling(BaseHTTPRequestHandler):
-    """Asks everybody to slow down, but who lists."""
+    """Answers all requests except lists with a demand to slow down."""
 
     timeout = 1.0  # a connection that a client keeps open does not keep a thread
 

@@ -1,4 +1,4 @@
-"""What an object store tier refuses at the start, and what its settings refuse before that."""
+"""Errors of an object store tier at the start, and errors of its settings before that."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refused(**settings):
         ({"url": "s3://blocks", "bucket": "blocks"}, "bucket"),
     ],
 )
-def test_settings_that_make_no_sense(settings, path):
+def test_contradictory_settings_are_refused(settings, path):
     with pytest.raises(ConfigError) as caught:
         load_config(stack(**settings), env={})
     assert caught.value.path.startswith(f"tiers[1].{path}"), caught.value
@@ -69,11 +69,11 @@ def test_settings_that_make_no_sense(settings, path):
 
 
 @pytest.mark.parametrize("url", ["s3://b", "gs://b/kv", "az://account/b/kv", "file:///mnt/kv"])
-def test_urls(url):
+def test_valid_urls_are_accepted(url):
     assert load_config(stack(url=url), env={}).levels[0].options.url == url
 
 
-def test_two_levels_in_one_place_would_remove_what_the_other_has():
+def test_two_levels_in_one_place_are_refused():
     source = stack(url="s3://blocks/kv")
     source["tiers"].append(source["tiers"][1] | {"name": "second", "url": "s3://blocks/kv/"})
     with pytest.raises(ConfigError, match="is the url of tiers"):
@@ -129,7 +129,7 @@ except ConfigError as error:
 """
 
 
-def test_the_library_is_not_installed():
+def test_a_missing_library_is_reported():
     command = [sys.executable, "-W", "ignore", "-c", HIDDEN]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "install kvladder[object]" in found
@@ -145,7 +145,7 @@ def test_the_library_is_not_installed():
         (TimeoutError(), TierError, True),
     ],
 )
-def test_what_failures_come_to(error, kind, is_temporary):
+def test_failures_are_mapped_to_tier_errors(error, kind, is_temporary):
     found = failure(error)
     assert (type(found), found.temporary) == (kind, is_temporary)
     assert str(found)
@@ -166,14 +166,14 @@ def over(server, **options):
 
 
 @pytest.mark.slow
-def test_what_is_found_where_all_is_well(server):
+def test_preflight_reports_the_url_and_the_access(server):
     found = preflight(load_config(stack(**over(server))))
     assert not found.errors
     assert found.facts["object"] == {"url": f"s3://{BUCKET}/kv", "access": "can be listed"}
 
 
 @pytest.mark.slow
-def test_nobody_is_there():
+def test_a_missing_server_is_reported():
     address = f"http://127.0.0.1:{free_ports(1)[0]}"
     options = {"endpoint": address, "allow_http": True, "skip_signature": True}
     error = refused(url="s3://blocks", options=options)
@@ -184,7 +184,7 @@ def test_nobody_is_there():
 
 
 @pytest.mark.slow
-def test_there_is_no_such_bucket(server):
+def test_a_missing_bucket_is_reported(server):
     error = refused(**over(server) | {"url": "s3://elsewhere/kv"})
     assert "NoSuchBucket" in error.message
     assert "make it" in error.hint
@@ -196,7 +196,7 @@ def test_http_has_to_be_allowed(server):
 
 
 @pytest.mark.slow
-def test_tls_where_there_is_none(server):
+def test_tls_to_a_server_without_it_is_reported(server):
     address = server.address.replace("http:", "https:")
     assert address in refused(**over(server, endpoint=address)).message
 
@@ -205,20 +205,20 @@ def test_tls_where_there_is_none(server):
 @pytest.mark.parametrize(
     "options", [{"nonsense": 1}, {"allow_http": "perhaps"}, {"root_certificate": "none"}]
 )
-def test_options_that_the_library_does_not_take(server, options):
+def test_options_unknown_to_the_library_are_refused(server, options):
     assert refused(**over(server, **options)).path == "tiers[1].options"
 
 
 @pytest.mark.slow
-def test_a_user_who_may_do_nothing(tmp_path):
+def test_a_user_without_permissions_is_reported(tmp_path):
     with ObjectServer(tmp_path) as server:
-        server.ask("POST", "moto-api/reset-auth", b"0")  # from now on users are asked for
+        server.ask("POST", "moto-api/reset-auth", b"0")  # the server requires a user from now on
         error = refused(**over(server))
         assert "403" in error.message
         assert "may list, get, put and delete" in error.hint
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder_is_reported(tmp_path):
     error = refused(url=f"file://{tmp_path}/absent")
     assert f"{tmp_path}/absent" in error.message
     assert error.path == "tiers[1].url"

@@ -30,7 +30,7 @@ class TestCodedRedis(Shrinking, TierTests):
         return lambda: CodedTier(RedisTier(RedisOptions(url=server.url)), codecs())
 
     @pytest.mark.parametrize("codecs", ["zstd", "encrypted"], indirect=True)
-    async def test_values_are_smaller(self, tier, blocks, server):
+    async def test_encoded_values_are_smaller(self, tier, blocks, server):
         await blocks.put(tier, 0)
         (name,) = server.run("KEYS", "*")
         assert server.run("STRLEN", name) < 1200

@@ -17,7 +17,7 @@ from kvladder.tiers.redis.url import RedisOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 TURNS = 2
-"""Of the loop, in which what is closed is closed: fewer than a farewell over TLS takes."""
+"""Turns of the loop in which closed sockets are closed: fewer than a farewell over TLS takes."""
 
 
 @pytest.fixture(scope="module", params=["plain", "unix", "tls", "sentinel", "sentinel with tls"])
@@ -44,7 +44,7 @@ async def connected(options):
 
 
 def sockets():
-    """How many sockets this process has."""
+    """Return the number of sockets of this process."""
     found = 0
     for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the folder itself
@@ -53,7 +53,7 @@ def sockets():
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_what_is_cut_off_while_it_is_made_leaves_no_socket_open(options, late):
+async def test_a_connection_cancelled_during_its_setup_leaves_no_socket_open(options, late):
     await connected(options)
     await asyncio.sleep(0)
     before = sockets()

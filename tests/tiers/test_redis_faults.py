@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
 QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
 LATE_S = 20.0
-"""No load takes as long, whose deadline is a second, though the fault lasts longer."""
+"""No load with a deadline of a second takes as long, even if the fault lasts longer."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def payload(key):
 
 
 def load(cache, wanted):
-    """How many leading blocks come, each checked; and how long that takes."""
+    """Return how many leading blocks arrive, each checked, and how long that takes."""
     came = loaded(cache, wanted)
     assert not came.wrong_bytes
     return came.blocks, came.took_s
@@ -57,7 +57,7 @@ def server(tmp_path):
         yield server
 
 
-def test_two_caches_share_blocks_and_no_others_see_them(server):
+def test_two_caches_share_blocks_that_no_other_cache_sees(server):
     wanted = keys(1, 2, 3)
     with cache_over(server.url) as first, cache_over(server.url) as second:
         stored(first, wanted)
@@ -76,7 +76,7 @@ def test_two_caches_share_blocks_and_no_others_see_them(server):
 
 
 class Traffic(traffic.Traffic):
-    """Saves and loads eight prefixes; none comes wrong, or late."""
+    """Saves and loads eight prefixes, and asserts that none is wrong or late."""
 
     def turn(self, number):
         wanted = keys(number % 8, *range(4))
@@ -96,7 +96,7 @@ def redis_hits(cache):
     return cache.stats()["redis"]["hits"]
 
 
-def test_a_server_that_is_killed_and_started_again_in_mid_traffic(server):
+def test_a_server_killed_and_restarted_under_load_is_used_again(server):
     with cache_over(server.url) as cache, Traffic(cache) as users:
         until(lambda: redis_hits(cache) > 20)
         server.kill()
@@ -107,7 +107,7 @@ def test_a_server_that_is_killed_and_started_again_in_mid_traffic(server):
         until(lambda: redis_hits(cache) > before + 20)
 
 
-def test_a_server_that_is_stopped_for_half_a_minute(server):
+def test_a_server_stopped_for_half_a_minute_is_used_again(server):
     with cache_over(server.url) as cache, Traffic(cache) as users:
         until(lambda: redis_hits(cache) > 20)
         server.pause()
@@ -126,7 +126,7 @@ def test_a_server_that_is_stopped_for_half_a_minute(server):
         assert cache.stats()["redis"]["timeouts"] > 0
 
 
-def test_a_server_that_takes_no_more_clients_for_a_while(server):
+def test_a_server_without_room_for_clients_is_used_again(server):
     with cache_over(server.url) as cache:
         stored(cache, keys(1, 2))
         server.run("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -153,7 +153,7 @@ def url_of(network):
     return f"redis://127.0.0.1:{network.port}"
 
 
-def test_a_slow_network_brings_what_comes_in_time(server, network):
+def test_a_slow_network_delivers_the_batches_that_arrive_in_time(server, network):
     wanted = keys(*range(24))
     with cache_over(server.url) as first:
         stored(first, wanted)
@@ -169,7 +169,7 @@ def test_a_slow_network_brings_what_comes_in_time(server, network):
         assert load(cache, wanted)[0] == 24
 
 
-def test_a_network_that_swallows_everything_and_one_that_breaks(server, network):
+def test_a_silent_or_broken_network_costs_only_misses(server, network):
     wanted = keys(*range(8))
     with cache_over(url_of(network)) as cache:
         stored(cache, wanted)
@@ -202,7 +202,7 @@ def test_a_stray_reply_costs_a_connection_and_no_block(server, network, stray):
         assert (counted["corrupt"], counted["misses"]) == (0, 0)
 
 
-def test_what_the_server_says_of_itself_is_in_the_statistics(server):
+def test_the_statistics_include_figures_of_the_server(server):
     server.configure(maxmemory=64 << 20)
     with cache_over(server.url) as cache:
         stored(cache, keys(1, 2, 3))
@@ -253,7 +253,7 @@ def replicated(tmp_path):
 
 
 def promoted(server):
-    """Whether a replica is the master now; a Sentinel that makes it one kills its clients."""
+    """Return whether a replica is the master now; a promotion by a Sentinel kills its clients."""
     try:
         return server.run("INFO", "replication")["role"] == "master"
     except redis.ConnectionError:
@@ -277,7 +277,7 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
             master.resume()
 
 
-def test_slots_that_move_under_load(tmp_path):
+def test_slots_that_move_under_load_are_followed(tmp_path):
     with redis_cluster(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
         patience = {"timeout": "1 m", "connect_timeout": "1 m"}  # nothing is slow on purpose
@@ -289,7 +289,7 @@ def test_slots_that_move_under_load(tmp_path):
                 target.run("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
                 source.run("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
                 for name in source.run("CLUSTER", "GETKEYSINSLOT", slot, 100):
-                    time.sleep(0.02)  # its gets are answered with ASK meanwhile
+                    time.sleep(0.02)  # its gets are answered with ASK in between
                     source.run("MIGRATE", "127.0.0.1", target.port, name, 0, 1000)
                 for server in (target, source, servers[2]):
                     server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
@@ -299,7 +299,7 @@ def test_slots_that_move_under_load(tmp_path):
         assert names
 
 
-def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
+def test_a_cluster_node_that_is_killed_and_comes_back_is_used_again(tmp_path):
     numbers = range(40)
     with redis_cluster(tmp_path) as servers:
         for server in servers:
@@ -318,8 +318,8 @@ def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
             until(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
 
 
-def test_sixty_four_clients_at_once(server):
-    """Each with a cache, a loop and connections of its own, and all with one interpreter."""
+def test_sixty_four_clients_are_served_at_once(server):
+    """Each has its own cache, loop and connections; all share one interpreter."""
     patience = {"deadline": "60 s", "timeout": "60 s", "connect_timeout": "60 s"}
     failures = []
 

@@ -1,4 +1,7 @@
-"""Real servers of which one takes connections and says nothing; see test_redis_servers.py, too."""
+"""Real servers, where one accepts connections and stays silent.
+
+See test_redis_servers.py, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def silent():
-    """The port of a server that says nothing."""
+    """Return the port of a silent server."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         yield listening.getsockname()[1]
 
@@ -44,12 +47,12 @@ class TestSentinels(Values):
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         return RedisOptions(url=url, sentinel="kv", connect_timeout=PATIENT)
 
-    async def test_the_first_of_them_hangs(self, tier, blocks):
+    async def test_a_hanging_first_sentinel_is_skipped(self, tier, blocks):
         items = await blocks.put(tier, 0, 1)
         assert await blocks.get(tier, items) == [True, True]
 
 
-def test_all_sentinels_hang(silent):
+def test_hanging_sentinels_are_reported_at_the_timeout(silent):
     url = f"redis://127.0.0.1:{silent}"
     error = refused(url=url, sentinel="kv", connect_timeout="50 ms")
     assert f"127.0.0.1:{silent}: no answer within 0.05 s" in error.message
@@ -57,14 +60,14 @@ def test_all_sentinels_hang(silent):
 
 @contextmanager
 def unconcerned(folder):
-    """The servers of a cluster that take a silent one for well, and go on."""
+    """Yield the servers of a cluster that treat a silent one as healthy and continue."""
     with redis_cluster(folder) as servers:
         for server in servers:
             server.configure(cluster_node_timeout=600_000)
         yield servers
 
 
-def test_a_cache_finds_what_the_others_have(tmp_path):
+def test_a_cache_finds_the_blocks_of_other_nodes_while_one_is_silent(tmp_path):
     patient = {"cluster": True, "timeout": "5 s", "deadline": "20 s"}
     with unconcerned(tmp_path) as servers:
         with cache_over(servers[0].url, **patient) as first:
@@ -87,7 +90,7 @@ def test_a_cache_finds_what_the_others_have(tmp_path):
 
 
 def _ending_elsewhere(tier, servers):
-    """A prefix of which only the last block is on a certain server."""
+    """Return a prefix with only its last block on a certain server."""
     for number in range(1000):
         wanted = keys(number, 1, 2, 3)
         names = [key_of(tier, Ref(key, 0)) for key in wanted]

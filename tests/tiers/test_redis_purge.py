@@ -75,7 +75,7 @@ def test_the_command_checks_a_server(server, config, capsys):
         (["--namespace", "0" * 64, "--salt", ""], "--salt"),
     ],
 )
-def test_what_the_command_refuses(config, capsys, more, path):
+def test_the_command_refuses_wrong_targets(config, capsys, more, path):
     assert main(["purge", config, *more]) == 2
     assert path in capsys.readouterr().err
 

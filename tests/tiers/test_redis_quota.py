@@ -42,9 +42,9 @@ def quota(*, tenant=None, namespace=None, recount="1 h"):
 
 
 def settled(*caches):
-    """Wait until the first recount is over: what is written meanwhile may count twice."""
+    """Wait for the end of the first recount: blocks written before may count twice."""
     for cache in caches:
-        load(cache, flat(10**9))  # a call that has it begin
+        load(cache, flat(10**9))  # a call starts it
         tier = cache._stack.levels[0].tier
         until(lambda tier=tier: tier._gauges and tier._asking is None)  # type: ignore[misc]
 
@@ -67,13 +67,13 @@ def flat(*numbers):
 
 
 def counters(server, cache):
-    """What the server has been told, by salts and in all, in blocks."""
+    """Return the server's counters, by salt and in total, in blocks."""
     found = server.run("HGETALL", b"kvladder:1:%b:bytes" % cache.namespace.hex()[:32].encode())
     assert all(int(count) % VALUE == 0 for count in found.values())
     return {name: int(count) // VALUE for name, count in found.items() if int(count)}
 
 
-def test_two_caches_together_keep_a_tenant_within_its_quota_and_no_other(server):
+def test_two_caches_together_keep_only_a_tenant_with_a_quota_within_it(server):
     settings = quota(tenant=10)
     with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
         settled(one, two)
@@ -96,7 +96,7 @@ def test_two_caches_together_keep_a_tenant_within_its_quota_and_no_other(server)
         assert load(one, keys(200, *range(11)))[0] == 12, "what others have is served as before"
 
 
-def test_what_is_removed_makes_room_again_whoever_put_it(server, monkeypatch):
+def test_a_removed_block_makes_room_whichever_cache_stored_it(server, monkeypatch):
     monkeypatch.setattr(redis, "GAUGES_S", 0.5)
     settings, more = quota(tenant=4), count(100)
     with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
@@ -134,7 +134,7 @@ def test_a_damaged_block_that_is_replaced_counts_once(server):
         assert counters(server, cache)[b"all"] == 2
 
 
-def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):
+def test_above_the_namespaces_quota_new_blocks_replace_old_ones(server):
     settings = quota(namespace=16)
     with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
         settled(one, two)
@@ -153,7 +153,7 @@ def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_what_is_above_a_quota_makes_nobody_give_way(server, isolate):
+def test_blocks_above_a_quota_evict_no_others(server, isolate):
     settings = {**quota(tenant=2), "capacity": 64 * VALUE, "slots": 128, "isolate": isolate}
     with cache_over(server.url, **settings) as cache:
         stored(cache, keys(*range(64)))
@@ -163,7 +163,7 @@ def test_what_is_above_a_quota_makes_nobody_give_way(server, isolate):
         assert cache.stats()["redis"]["evicted"] == 2
 
 
-def test_what_codecs_saved_is_not_charged(server):
+def test_a_quota_charges_encoded_bytes(server):
     settings = {**quota(tenant=2), "codecs": ["zstd", "checksum"]}
     with cache_over(server.url, **settings) as cache:
         settled(cache)
@@ -171,8 +171,8 @@ def test_what_codecs_saved_is_not_charged(server):
         assert cache.stats()["redis"]["namespace_bytes"] < 2 * VALUE
 
 
-def test_a_recount_puts_right_what_the_server_lost(server):
-    """As after evictions, expiry, and an engine that died before it could say what it did."""
+def test_a_recount_corrects_counters_after_lost_blocks(server):
+    """As after evictions, expiry, and an engine that died before it could update the counters."""
     settings = quota(tenant=4)
     with cache_over(server.url, **settings) as cache:
         settled(cache)
@@ -207,13 +207,13 @@ def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
         server.run("ACL", "SETUSER", "default", "+scan")
 
         def is_put_right():
-            stored(cache, flat(next(more)))  # what is due is done while there is something to do
+            stored(cache, flat(next(more)))  # pending updates are sent with the next calls
             return b"deadsalt" not in counters(server, cache)
 
         until(is_put_right)
 
 
-def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
+def test_blocks_stored_before_a_quota_existed_are_counted(server):
     with cache_over(server.url) as cache:
         assert salted(cache, flat(*range(6)), "tenant") == 6
         assert "namespace_bytes" not in cache.stats()["redis"]
@@ -226,7 +226,7 @@ def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
         assert salted(cache, flat(*range(60, 70)), "tenant") <= 2
 
 
-def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
+def test_a_block_stored_by_two_caches_is_charged_once(server):
     with (
         cache_over(server.url, **quota(tenant=8)) as one,
         cache_over(server.url, **quota(tenant=8)) as two,
@@ -237,7 +237,7 @@ def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
         assert counters(server, one)[b"all"] == 4
 
 
-def test_in_a_cluster(tmp_path):
+def test_a_quota_holds_in_a_cluster(tmp_path):
     with redis_cluster(tmp_path) as servers:
         settings = {**quota(tenant=10), "cluster": True}
         url = servers[0].url
@@ -268,14 +268,16 @@ class TestTier(Values):
 
     @pytest.fixture
     async def tier(self, opened, blocks):
-        """One whose first recount is over, as ``settled`` says."""
+        """Return a tier after its first recount, as ``settled`` waits for it."""
         tier = await opened()
         await blocks.contains(tier, blocks.some(0))
         if tier._asking is not None:
             await asyncio.wait({tier._asking})
         return tier
 
-    async def test_a_full_server_owes_until_it_can_be_told(self, tier, blocks, server):
+    async def test_charges_to_a_full_server_are_kept_until_it_accepts_them(
+        self, tier, blocks, server
+    ):
         """Counters cannot be raised either while a server takes no more."""
         first = [item.of(salt=b"8 bytes!") for item in blocks.some(0)]
         await blocks.store(tier, first)
@@ -293,7 +295,7 @@ class TestTier(Values):
         assert tier.gauges()["namespace_bytes"] == before
 
     async def owing(self, tier, blocks, server):
-        """Remove two blocks, which a full server cannot be told; their size in bytes."""
+        """Remove two blocks while the full server cannot count it; return their size in bytes."""
         items = await blocks.put(tier, 0, 1)
         held = tier.gauges()["namespace_bytes"]
         server.configure(maxmemory_policy="noeviction", maxmemory=1)
@@ -303,15 +305,13 @@ class TestTier(Values):
         return held
         return -tier._quotas._owed[redisquota.ALL]
 
-    async def test_what_is_owed_is_not_forgotten_by_a_call_that_is_given_up(
-        self, tier, blocks, server
-    ):
+    async def test_charges_owed_survive_an_abandoned_call(self, tier, blocks, server):
         held = await self.owing(tier, blocks, server)
         more = blocks.some(2)
         blocks.fill(more)
         server.pause()
         putting = asyncio.create_task(tier.put(blocks.writes(more)))
-        while tier._quotas._owed:  # until it is being told  # noqa: ASYNC110 - no event says so
+        while tier._quotas._owed:  # until it is being sent  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         putting.cancel()
         await asyncio.wait({putting})
@@ -320,8 +320,8 @@ class TestTier(Values):
         assert tier.gauges()["namespace_bytes"] == 0
         server.resume()
 
-    async def test_what_is_owed_goes_with_the_counters(self, tier, blocks, server):
-        """Else the namespace could have more than its quota from then on."""
+    async def test_charges_owed_are_dropped_with_the_counters(self, tier, blocks, server):
+        """Otherwise the namespace could exceed its quota from then on."""
         await self.owing(tier, blocks, server)
         assert await tier.purge(None, lambda *_: None) == 0
         server.configure(maxmemory=0)
@@ -331,7 +331,7 @@ class TestTier(Values):
         counters = server.run("HGETALL", tier._quotas._counters)
         assert counters[b"all"] == b"%d" % size
 
-    async def test_a_namespace_that_has_enough_is_full(self, tier, blocks):
+    async def test_a_namespace_at_its_quota_is_full(self, tier, blocks):
         with pytest.raises(TierFull, match="quota of the namespace"):
             await one_by_one(tier, blocks)
         fitting = 9 * 4096 // (LABEL_BYTES + tier.context.layout.block_bytes)
@@ -351,5 +351,5 @@ class TestTier(Values):
         ({"tenant": 100}, "quota.tenant"),
     ],
 )
-def test_what_is_refused(server, settings, path):
+def test_wrong_quotas_are_refused(server, settings, path):
     assert refused(url=server.url, quota=settings).path == f"tiers[1].{path}"

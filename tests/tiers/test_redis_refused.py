@@ -1,4 +1,4 @@
-"""What a Redis tier refuses at the start, and what its settings refuse before that."""
+"""Errors of a Redis tier at the start, and errors of its settings before that."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(**redis):
         ({"url": "redis://here", "sentinal": "kv"}, "sentinal"),
     ],
 )
-def test_settings_that_make_no_sense(settings, path):
+def test_contradictory_settings_are_refused(settings, path):
     with pytest.raises(ConfigError) as caught:
         load_config(stack(**settings), env={})
     assert caught.value.path.startswith(f"tiers[1].{path}"), caught.value
@@ -84,7 +84,7 @@ def test_settings_that_make_no_sense(settings, path):
         ("unix:///run/my%20redis.sock?db=4", [("/run/my redis.sock", 0)], 4, ("", "")),
     ],
 )
-def test_urls(url, addresses, db, user):
+def test_a_url_is_parsed(url, addresses, db, user):
     found = parse_url(url)
     assert found.addresses == tuple(Address(*address) for address in addresses)
     assert (found.db, (found.username, found.password)) == (db, user)
@@ -110,7 +110,7 @@ def test_urls(url, addresses, db, user):
         ({"url": "redis://a", "sentinel": "one"}, {"url": "redis://a", "sentinel": "two"}, ""),
     ],
 )
-def test_two_levels_on_one_server_would_remove_what_the_other_has(one, other, value):
+def test_two_levels_on_one_server_are_refused(one, other, value):
     source = stack(**one)
     source["tiers"].append(source["tiers"][1] | {"name": "second", "sentinel": ""} | other)
     if not value:
@@ -123,7 +123,7 @@ def test_two_levels_on_one_server_would_remove_what_the_other_has(one, other, va
     assert "url of its own" in caught.value.hint
 
 
-def test_the_ttl_of_a_priority_is_that_of_the_highest_threshold_below_it():
+def test_a_priority_has_the_ttl_of_the_highest_threshold_below_it():
     source = stack(url="redis://here", ttls={"0": "1 h", "50": "1 d"})
     options = load_config(source, env={}).levels[0].options
     assert isinstance(options, RedisOptions)
@@ -152,7 +152,7 @@ def server(tmp_path_factory):
 pytestmark = pytest.mark.slow
 
 
-def test_nobody_is_there():
+def test_a_missing_server_is_reported():
     port = free_ports(1)[0]
     error = refused(url=f"redis://127.0.0.1:{port}")
     assert f"127.0.0.1:{port}" in error.message
@@ -161,7 +161,7 @@ def test_nobody_is_there():
 
 
 @pytest.mark.parametrize("user", ["", "default:wrong@", "nobody:hunter2@"])
-def test_a_wrong_user_or_password(server, user):
+def test_a_wrong_user_or_password_is_reported(server, user):
     error = refused(url=f"redis://{user}127.0.0.1:{server.port}")
     assert error.path.endswith("].password")
     address = f"127.0.0.1:{server.port}"
@@ -173,24 +173,24 @@ def test_a_wrong_user_or_password(server, user):
     assert "replies" not in str(error), "nothing is wrong with its protocol"
 
 
-def test_a_sentinel_that_wants_a_password(tmp_path):
+def test_a_sentinel_that_requires_a_password_is_reported(tmp_path):
     with RedisServer(tmp_path, [("requirepass", SECRET)], mode="--sentinel") as sentinel:
         error = refused(url=f"redis://127.0.0.1:{sentinel.port}", sentinel="kv")
         assert "wants a password, and none is set (set sentinel_password: " in error.message
 
 
-def test_a_user_who_may_do_nothing(server):
+def test_a_user_without_permissions_is_reported(server):
     server.run("ACL", "SETUSER", "weak", "on", ">weak", "~*", "+hello", "+client", password=SECRET)
     error = refused(url=f"redis://weak:weak@127.0.0.1:{server.port}")
     assert "permission" in error.message.lower()
 
 
-def test_tls_where_there_is_none(server):
+def test_tls_to_a_server_without_it_is_reported(server):
     error = refused(url=f"rediss://:{SECRET}@127.0.0.1:{server.port}")
     assert "TLS" in error.message
 
 
-def test_no_tls_where_there_is(tmp_path):
+def test_a_missing_tls_setting_is_reported(tmp_path):
     with RedisServer(tmp_path, tls=certificates(tmp_path / "tls")) as server:
         error = refused(url=f"redis://127.0.0.1:{server.port}")
         assert "127.0.0.1" in error.message
@@ -201,7 +201,7 @@ def test_no_tls_where_there_is(tmp_path):
         assert "certificate" in error.message.lower()
 
 
-def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
+def test_a_cluster_configured_as_one_server_and_the_reverse_are_reported(server, tmp_path):
     with redis_cluster(tmp_path, 1) as (node,):
         error = refused(url=node.url)
         assert error.hint == "set cluster: true"
@@ -210,7 +210,7 @@ def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_any_node_of_a_cluster_will_do_at_the_start(tmp_path, is_silent):
+def test_any_node_of_a_cluster_suffices_at_the_start(tmp_path, is_silent):
     with redis_cluster(tmp_path, 1) as (node,), socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         if is_silent:
@@ -221,7 +221,7 @@ def test_any_node_of_a_cluster_will_do_at_the_start(tmp_path, is_silent):
             assert cache._stack.levels[0].tier.describe()["version"] != "not known yet"
 
 
-def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
+def test_a_sentinel_configured_as_a_server_and_the_reverse_are_reported(server, tmp_path):
     with RedisServer(tmp_path, mode="--sentinel") as sentinel:
         error = refused(url=sentinel.url)
         assert error.hint == "set sentinel to the master's name"
@@ -234,7 +234,7 @@ def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
 class Scripted:
     """A server that answers each connection's messages with its replies, and then hangs up.
 
-    It echoes what it is asked to, and begins anew with each further client.
+    It answers echoes, and starts again with each further client.
     """
 
     def __init__(self, *replies):
@@ -270,13 +270,13 @@ HELLO = (
 )
 
 
-def test_a_server_too_old_for_resp3():
+def test_a_server_too_old_for_resp3_is_refused():
     with Scripted(b"-ERR unknown command 'HELLO'\r\n$0\r\n\r\n") as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
     assert "6.2" in error.hint
 
 
-def test_a_server_too_old_for_us():
+def test_a_server_older_than_the_minimum_is_refused():
     info = b"redis_version:6.0.16\r\nredis_mode:standalone\r\n"
     with Scripted(HELLO + b"$%d\r\n%b\r\n" % (len(info), info)) as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
@@ -288,7 +288,7 @@ def test_a_server_too_old_for_us():
     "reply",
     [b":5\r\n", b"*1\r\n:1\r\n", b"+OK\r\n", b"%1\r\n$18\r\nproto-max-bulk-len\r\n+much\r\n"],
 )
-def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
+def test_a_server_may_answer_anything_about_its_settings(reply):
     info = b"redis_version:7.2.0\r\nredis_mode:standalone\r\n"
     login = HELLO + b"$%d\r\n%b\r\n" % (len(info), info)
     with Scripted(login, reply) as odd:
@@ -298,7 +298,7 @@ def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
         assert told == "at most 536870912 bytes"
 
 
-def test_a_server_that_is_none_and_one_that_says_nothing():
+def test_a_foreign_server_and_a_silent_one_are_reported():
     with Scripted(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
         error = refused(url=f"redis://127.0.0.1:{other.port}")
     assert str(other.port) in error.message

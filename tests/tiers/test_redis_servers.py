@@ -1,4 +1,4 @@
-"""Which server a command goes to, of those that fail, hang and talk nonsense; in virtual time."""
+"""The server of each command, among servers that fail, hang and send nonsense; in virtual time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ONE, TWO, THREE, FOUR = (Address("here", port) for port in (1, 2, 3, 4))
 
 
 class World:
-    """Servers, and the way in to them, which takes no time; each says which it is.
+    """Servers and their addresses; connections take no time, and each reply names its server.
 
-    A key of a cluster is on the server that owns its slot; others say where that is.
+    A key of a cluster is on the server that owns its slot; others answer with its address.
     """
 
     limit_s = 20.0
@@ -33,15 +33,15 @@ class World:
         self.silent = set()
         self.refusing = set()
         self.says = {}
-        """What is said of a key instead."""
+        """Replies to a key in place of its value."""
         self.table = None
-        """What is said of the slots instead."""
+        """The reply to a request for the slots."""
         self.asked = []
         """The commands that servers were sent, each with its server."""
         self.learnt = []
-        """Who was asked who has what."""
+        """The servers asked for the owners of slots."""
         self.masters = {}
-        """Where each Sentinel says that the master is."""
+        """The master according to each Sentinel."""
         self.runs = {}
         """The names of runs of servers that were started again."""
         self._ids = count()
@@ -74,7 +74,7 @@ class World:
         return self.masters[address]
 
     def said(self, address, name):
-        """What a server replies to a command for a key."""
+        """Return a server's reply to a command for a key."""
         if (address, name) in self.says:
             return ReplyError(self.says[address, name])
         owner = self.owners[key_slot(name)]
@@ -166,7 +166,7 @@ async def test_each_command_goes_to_the_owner_of_its_slot(world):
         "ASK 1",
     ],
 )
-async def test_a_redirection_without_sense_costs_its_own_block(world, reply):
+async def test_an_invalid_redirection_costs_only_its_own_block(world, reply):
     servers = servers_of(world, ONE, cluster=True)
     first, *others = NAMES
     world.says[world.owners[key_slot(first)], first] = reply
@@ -191,7 +191,7 @@ async def test_a_redirection_without_sense_costs_its_own_block(world, reply):
         [[b"0", b"1", [b"here", 1]]],
     ],
 )
-async def test_slots_without_sense_are_a_failure_of_who_says_so(world, table):
+async def test_an_invalid_table_of_slots_is_a_failure_of_its_server(world, table):
     world.table = table if table is not None else [None]
     servers = servers_of(world, ONE, cluster=True)
     outcomes = await servers.run(commands())
@@ -212,7 +212,7 @@ async def test_slots_that_moved_are_followed_and_remembered(world):
     assert world.learnt == [ONE]
 
 
-async def test_a_key_on_the_move_is_asked_for_where_it_goes(world):
+async def test_a_migrating_key_is_asked_for_at_its_destination(world):
     servers = servers_of(world, ONE, cluster=True)
     name = owned(world, TWO)[0]
     world.says[TWO, name] = f"ASK {key_slot(name)} here:4"
@@ -266,7 +266,7 @@ async def test_a_node_that_hangs_longer_than_any_call_is_replaced(world):
     assert await servers.addresses() == [ONE, THREE, FOUR]
 
 
-async def test_who_is_silent_is_not_waited_for_when_others_know(world):
+async def test_a_silent_node_is_not_waited_for_when_others_know_the_slots(world):
     servers = servers_of(world, ONE, TWO, THREE, cluster=True)
     world.silent.add(ONE)
     world.owners = [TWO] * SLOTS
@@ -275,7 +275,7 @@ async def test_who_is_silent_is_not_waited_for_when_others_know(world):
     assert asyncio.get_running_loop().time() - began_s == HEAD_START_S
 
 
-async def test_what_is_learnt_too_late_for_a_call_is_there_for_the_next(world):
+async def test_slots_learnt_too_late_for_a_call_serve_the_next(world):
     servers = servers_of(world, ONE, TWO, cluster=True)
     world.silent.add(ONE)
     with pytest.raises(TimeoutError):
@@ -320,7 +320,7 @@ async def test_the_master_that_sentinels_name_takes_over(world, trouble):
     assert await servers.addresses() == [TWO]
 
 
-async def test_sentinels_of_which_none_answers(world):
+async def test_sentinels_without_an_answer_are_an_error(world):
     world.masters = {ONE: TWO}
     world.refusing.add(ONE)
     servers = servers_of(world, ONE, sentinel="kv")
@@ -331,7 +331,7 @@ async def test_sentinels_of_which_none_answers(world):
 
 
 async def abandoned(world):
-    """Return servers, one of which was silent until a call had given up, and answers again."""
+    """Return servers; one was silent until a call was abandoned, and answers again."""
     world.owners = [ONE] * SLOTS
     servers = servers_of(world, ONE)
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
@@ -343,7 +343,7 @@ async def abandoned(world):
     return servers
 
 
-async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
+async def test_a_single_server_is_waited_for_as_long_as_the_call_lasts(world):
     servers = await abandoned(world)
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
     kills = [words for words in world.asked if words[1] == b"CLIENT"]
@@ -358,7 +358,7 @@ async def test_numbers_of_connections_from_before_a_restart_are_not_used(world):
     assert b"CLIENT" not in [words[1] for words in world.asked]
 
 
-async def test_whoever_learns_when_it_ends_hears_of_that(world):
+async def test_calls_that_wait_for_slots_fail_when_the_servers_are_closed(world):
     servers = servers_of(world, ONE, cluster=True)
     world.silent.add(ONE)
     running = asyncio.create_task(servers.run(commands()))

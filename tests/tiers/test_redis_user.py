@@ -1,4 +1,4 @@
-"""The user that docs/how-to/redis.md recommends has the rights that are needed, and no others."""
+"""The user recommended by docs/how-to/redis.md has exactly the necessary rights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
         for server in servers:
             assert server.run("DBSIZE") == 0
             denied = [dict(entry) for entry in server.run("ACL", "LOG")]
-            # what is not known yet is not missed
+            # a missing permission not yet noticed does no harm
             assert not [entry for entry in denied if b"client" not in entry[b"object"]], denied
         with pytest.raises(redis.exceptions.NoPermissionError):
             servers[0].run("FLUSHALL", username="kv", password="password")
@@ -79,7 +79,7 @@ def test_a_name_without_a_password_is_that_user_and_not_the_default_one(tmp_path
         assert refused(url=server.url, username="other").path.endswith(".password")
 
 
-def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
+def test_a_lost_right_and_a_changed_password_cost_only_misses(tmp_path):
     with RedisServer(tmp_path) as server:
         allow(server)
         url = f"redis://kv:password@127.0.0.1:{server.port}"
@@ -96,7 +96,7 @@ def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
                 until(lambda: load(cache, keys(1, 2))[0] == 2)
 
 
-def test_a_server_that_comes_later(tmp_path):
+def test_a_server_that_starts_later_is_used(tmp_path):
     with RedisServer(tmp_path) as server:
         server.kill()
         with cache_over(server.url) as cache:

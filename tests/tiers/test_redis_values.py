@@ -1,4 +1,4 @@
-"""What lies under a block's key on a real server: fuzzed, foreign, evicted, expired, in parts."""
+"""Values under a block's key on a real server: fuzzed, foreign, evicted, expired, in parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiers.redistests import PATIENT, RedisTierTests, key_of
 pytestmark = pytest.mark.slow
 BLOCK = 3000
 VOLATILE = ["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"]
-"""Policies that evict only what has a time to live."""
+"""Policies that evict only values with a time to live."""
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,8 @@ class TestValues(Values):
         await blocks.store(tier, [item._replace(replace=True) for item in items])
         assert await blocks.get(tier, items) == [True] * 4
 
-    async def test_what_lies_where_a_block_belongs_is_replaced_if_it_cannot_be_one(
-        self, tier, blocks
-    ):
-        """Also by an engine that never read it: saving is enough to heal a damaged server."""
+    async def test_a_foreign_value_in_the_place_of_a_block_is_replaced(self, tier, blocks):
+        """Also by an engine that never read it: a save suffices to repair a damaged server."""
         items = blocks.some(*range(8))
         key = [key_of(tier, item) for item in items]
         self.run("LPUSH", key[0], "a list")
@@ -84,7 +82,7 @@ class TestValues(Values):
         await blocks.store(tier, items)
         assert await blocks.get(tier, items) == [True] * 8
 
-    async def test_values_that_are_not_ours_are_counted_misses(self, tier, blocks):
+    async def test_values_of_other_programs_are_counted_misses(self, tier, blocks):
         item, other = blocks.some(0, 1)
         data, label = blocks.data(item), blocks.label(item)
         version = VERSION.to_bytes(2, "little")
@@ -124,7 +122,7 @@ class TestValues(Values):
         assert f"begins with {LABEL_BYTES} bytes" in page
         assert f"its bytes and {LABEL_BYTES} more" in page
 
-    async def test_one_command_a_block_brings_it_with_its_label(self, tier, blocks):
+    async def test_a_block_is_read_with_its_label_by_one_command(self, tier, blocks):
         items = await blocks.put(tier, 0, 1, 2)
         self.run("CONFIG", "RESETSTAT")
         assert await blocks.get(tier, items) == [True] * 3
@@ -165,7 +163,7 @@ class TestValues(Values):
         assert await blocks.contains(tier, [gone]) == [False]
         await tier.aclose()
 
-    async def test_for_good_without_a_ttl(self, tier, blocks):
+    async def test_without_a_ttl_a_block_never_expires(self, tier, blocks):
         (item,) = await blocks.put(tier, 0)
         assert self.run("TTL", key_of(tier, item)) == -1
 
@@ -254,7 +252,7 @@ class TestParts(Values):
         await tier.aclose()
 
     async def test_parts_of_a_block_that_is_not_finished_expire(self, blocks, context, servers):
-        """A user that may not write the first of them stands for an engine that died before."""
+        """A user without the right to write the first part stands for an engine that died."""
         self.run("FLUSHALL")
         self.run(
             "ACL", "SETUSER", "half", "on", "nopass", "+@all", "~kvladder:*:1", "~kvladder:*:2"
@@ -270,7 +268,7 @@ class TestParts(Values):
         await tier.aclose()
         self.run("ACL", "DELUSER", "half")
 
-    async def test_what_a_server_takes_is_heard_before_the_first_block(
+    async def test_the_servers_limit_of_a_value_is_known_before_the_first_block(
         self, tmp_path, blocks, context
     ):
         with RedisServer(tmp_path, [("proto-max-bulk-len", str(1 << 20))]) as server:
@@ -291,8 +289,10 @@ class TestRestarted(Values):
         with RedisServer(tmp_path) as server:
             yield [server]
 
-    async def test_what_was_given_up_is_not_ended_in_another_run(self, tier, blocks, servers):
-        """A server that was started again gives the numbers of its clients to others."""
+    async def test_an_abandoned_connection_is_not_killed_in_another_run_of_the_server(
+        self, tier, blocks, servers
+    ):
+        """A restarted server gives the numbers of its clients to others."""
         (item,) = await blocks.put(tier, 0)
         (server,) = servers
         clients = server.client().client_list()
@@ -336,7 +336,7 @@ def _value(draw_flips, value):
         ),
     )
 )
-def test_any_value_under_our_key_is_a_miss_or_the_block(standalone, value):
+def test_any_value_under_a_blocks_key_is_a_miss_or_the_block(standalone, value):
     asyncio.run(_fuzzed(standalone, value))
 
 

@@ -1,4 +1,4 @@
-"""The reader of replies: whatever pieces they come in, and however far ahead is asked."""
+"""The reader of replies, with replies in any pieces and any number of commands sent ahead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Server:
         self._written = bytearray()
         self._given = 0
         self.strays = {}
-        """What comes before the reply of this number, which nobody asked for."""
+        """The unrequested bytes before the reply of this number."""
         self.closing = False
         wire.connection_made(self)
 
@@ -50,7 +50,7 @@ class Server:
         assert high > low
 
     def get_extra_info(self, name):
-        """Neither a socket nor TLS."""
+        """Return None: there is neither a socket nor TLS."""
 
     def is_closing(self):
         return self.closing
@@ -63,18 +63,18 @@ class Server:
 
     @property
     def asked(self):
-        """How many commands have been written."""
+        """Return how many commands have been written."""
         return self._written.count(b"GETRANGE")
 
     @property
     def _said(self):
-        """All that it has to say so far, the echo last."""
+        """Return all pending replies, the echo last."""
         replies = [self.strays.get(n, b"") + text for n, text in enumerate(self._replies)]
         marks = re.findall(rb"ECHO\r\n(\$\d+\r\n[^\r]+\r\n)", self._written)
         return b"".join(replies[: self.asked] + marks) + self.strays.get(-1, b"") * len(marks)
 
     def deliver(self, count):
-        """Have at most so many bytes come; False if there are none."""
+        """Deliver at most this number of bytes; return False if there are none."""
         ready = self._said[self._given :][:count]
         while ready:
             buffer = self._wire.get_buffer(-1)
@@ -90,7 +90,7 @@ class Server:
 
 
 def spelled(kind, number):
-    """A reply as it comes, and what it comes to."""
+    """Return a reply as bytes, and its value."""
     if isinstance(kind, str):
         known = {"+OK": b"OK", ":7": 7, ":-1": -1}
         return kind.encode() + b"\r\n", known.get(kind)
@@ -99,7 +99,7 @@ def spelled(kind, number):
 
 
 async def turns():
-    """Have whatever is ready go on."""
+    """Let all ready work run."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -122,7 +122,7 @@ def small():
     st.lists(st.tuples(KINDS, st.sampled_from([0, 100, 1000])), min_size=1, max_size=12),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),
 )
-def test_replies_in_any_pieces_to_values_of_any_size(wanted, pieces):
+def test_replies_in_any_pieces_give_values_of_any_size(wanted, pieces):
     asyncio.run(_exchanged(wanted, pieces))
 
 
@@ -163,7 +163,7 @@ def _is_error(found):
     return isinstance(found, ReplyError) and found.code == "OOM"
 
 
-async def test_not_everything_is_asked_for_at_once():
+async def test_a_large_exchange_sends_its_commands_in_parts():
     wire = Wire()
     server = Server(wire, [b"$500\r\n" + b"x" * 500 + b"\r\n"] * 10)
     views = [memoryview(bytearray(500)) for _ in range(10)]
@@ -188,7 +188,7 @@ STRAYS = [b"+OK\r\n", b":7\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"-ERR x\r\n", b"
     st.sampled_from(STRAYS),
     st.lists(st.integers(1, 700), min_size=1, max_size=5),
 )
-def test_a_reply_too_many_fails_the_exchange_or_closes_the_wire(kinds, place, stray, pieces):
+def test_an_extra_reply_fails_the_exchange_or_closes_the_wire(kinds, place, stray, pieces):
     asyncio.run(_strayed(kinds, place, stray, pieces))
 
 
@@ -214,7 +214,7 @@ async def _strayed(kinds, place, stray, pieces):
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
+async def test_an_unrequested_reply_closes_the_wire(stray):
     wire = Wire()
     server = Server(wire, [b"+OK\r\n"])
     task = asyncio.create_task(wire.exchange([ASK]))
@@ -252,7 +252,7 @@ async def test_a_reply_that_was_lost_fails_the_exchange():
 
 
 @pytest.mark.parametrize("reply", [b"$1_0\r\n", b":+1\r\n", b"$ 3\r\n", b"$-\r\n", b":\r\n"])
-async def test_what_is_no_number_to_the_protocol_is_none_here(reply):
+async def test_a_reply_with_an_invalid_number_is_an_error(reply):
     wire = Wire()
     server = Server(wire, [reply])
     task = asyncio.create_task(wire.exchange([ASK]))
@@ -298,7 +298,7 @@ async def _sent(lengths, pieces, in_place):
     far.close()
 
 
-def test_commands_are_spelled_as_the_protocol_wants_them():
+def test_commands_are_encoded_as_the_protocol_requires():
     assert encode(b"SET", b"k", -1) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n-1\r\n"
     before, after = encode_around(b"SET", b"k", length=9, after=[b"PX", 70])
     assert before + b"a%d value" + after == (

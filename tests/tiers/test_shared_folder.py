@@ -62,8 +62,8 @@ class TestCodedFolder(CodedTests, TierTests):
         return lambda: CodedTier(example.FolderTier(options), codecs())
 
 
-def test_it_is_as_short_as_is_said() -> None:
-    """Lines with code on them: at most 60 of the class, 90 of the file, before it is tried."""
+def test_the_example_is_as_short_as_the_page_says() -> None:
+    """The class has at most 60 lines with code, and the file 90 before its test code."""
     text, _, tried = Path(example.__file__).read_text(encoding="utf-8").partition("\n\ndef main(")
     assert tried
     lines = {number for number, line in enumerate(text.splitlines(), start=1) if line.strip()}
@@ -77,7 +77,9 @@ def test_it_is_as_short_as_is_said() -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_two_caches_share_it_and_purge_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_caches_share_a_folder_and_purge_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     monkeypatch.setitem(registry._registered, ("tiers", "folder"), example.FolderTier)
     level = {"type": "folder", "path": str(tmp_path), "capacity": "1 MiB", "when": "commit"}

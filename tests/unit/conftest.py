@@ -55,7 +55,7 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remote(MemoryTier):
-    """A third party's tier with settings of its own."""
+    """A third party's tier with its own settings."""
 
     Options: ClassVar = RemoteOptions
     batch_max = 8

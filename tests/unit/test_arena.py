@@ -44,7 +44,7 @@ def state(arena: Arena) -> tuple[int, list[int]]:
 # ---- claims
 
 
-def test_leases_all_or_none(arena: Arena) -> None:
+def test_a_lease_gives_all_slots_or_none(arena: Arena) -> None:
     assert arena.lease(3) == [0, 1, 2]
     assert arena.lease(2) is None
     assert state(arena) == (1, [1, 1, 1, 0])
@@ -169,7 +169,7 @@ def test_an_attached_arena_is_the_same_memory(arena: Arena) -> None:
     assert bytes(arena.view(Slot(1))[:3]) == b"abc"
 
 
-def test_only_slots_that_are_allowed_can_be_written_to_through_a_guarded_mapping(
+def test_a_guarded_mapping_allows_writes_only_to_allowed_slots(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena.view(Slot(1))[:3] = b"abc"
@@ -200,7 +200,7 @@ def test_only_slots_that_are_allowed_can_be_written_to_through_a_guarded_mapping
     other.close()
 
 
-def test_through_a_descriptor_that_cannot_be_written_to_nothing_can_be_allowed(
+def test_a_read_only_descriptor_allows_no_writes(
     arena: Arena,
 ) -> None:
     fd = os.open(f"/proc/self/fd/{arena.handle.fd}", os.O_RDONLY)
@@ -254,7 +254,7 @@ input()
 
 
 def who_maps(inode: int) -> list[int]:
-    """The processes that have this arena mapped: it is nowhere else."""
+    """Return the processes that have this arena mapped; it exists nowhere else."""
     found: list[int] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -285,7 +285,7 @@ def test_kill_9_of_the_owner_leaves_nothing_behind() -> None:
 
 
 def resident_bytes(arena: Arena) -> int:
-    """How much of its mapping this process has pages for."""
+    """Return how much of its mapping has pages in this process."""
     wanted = f"{arena.address:x}-"
     lines = Path("/proc/self/smaps").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(wanted))
@@ -312,7 +312,7 @@ def test_no_copy_has_to_map_pages() -> None:
 
 
 def mapped(arena: Arena, field: str) -> str:
-    """What ``/proc/self`` tells of its mapping: a field of smaps, or its line in numa_maps."""
+    """Return a field of its mapping from smaps in ``/proc/self``, or its line in numa_maps."""
     name = "numa_maps" if field == "policy" else "smaps"
     lines = Path("/proc/self", name).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"{arena.address:x}"))
@@ -321,7 +321,7 @@ def mapped(arena: Arena, field: str) -> str:
     return next(line for line in lines[start:] if line.startswith(field)).split()[1]
 
 
-def test_several_threads_make_it_of_huge_pages_or_say_why_not(
+def test_several_threads_map_huge_pages_or_log_why_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mapping, "MAKE_BYTES", 4 * MIB)
@@ -335,7 +335,7 @@ def test_several_threads_make_it_of_huge_pages_or_say_why_not(
     arena.close()
 
 
-def test_where_huge_pages_are_not_allowed_it_is_made_all_the_same_and_said_once(
+def test_an_arena_without_huge_pages_works_and_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mapping, "MAKE_BYTES", 4 * MIB)
@@ -355,20 +355,20 @@ def test_where_huge_pages_are_not_allowed_it_is_made_all_the_same_and_said_once(
 @pytest.mark.parametrize(
     ("nodes", "policy"), [((), "default"), ((0,), "prefer:0"), ((0, 0), "prefer:0")]
 )
-def test_memory_lies_near_the_nodes_that_are_named(nodes: tuple[int, ...], policy: str) -> None:
+def test_memory_is_placed_near_the_named_nodes(nodes: tuple[int, ...], policy: str) -> None:
     arena = Arena.create(1, MIB, nodes=nodes)
     assert mapped(arena, "policy").replace(" (many)", "") == policy
     arena.close()
 
 
-def test_what_is_attached_has_to_be_the_arena(arena: Arena) -> None:
+def test_attaching_something_other_than_the_arena_is_refused(arena: Arena) -> None:
     with pytest.raises(ArenaError, match="is not"):
         Arena.attach(replace(arena.handle, slots=HUGE_PAGE_BYTES))
     with pytest.raises(ArenaError, match="No such file"):
         Arena.attach(replace(arena.handle, fd=999_999))
 
 
-def test_may_be_closed_twice_and_while_somebody_looks_at_a_slot() -> None:
+def test_an_arena_may_be_closed_twice_and_while_a_slot_is_viewed() -> None:
     arena = Arena.create(1, SLOT_BYTES)
     view = arena.view(Slot(0))
     arena.close()
@@ -380,7 +380,7 @@ def test_may_be_closed_twice_and_while_somebody_looks_at_a_slot() -> None:
 
 
 @pytest.mark.parametrize("slots", [0, -1])
-def test_an_arena_has_room_for_a_block(slots: int) -> None:
+def test_an_arena_smaller_than_a_block_is_refused(slots: int) -> None:
     with pytest.raises(ConfigError, match=r"arena\.size: .*at least one block, 4096 bytes"):
         Arena.create(slots, SLOT_BYTES)
 
@@ -391,7 +391,7 @@ def test_slots_are_whole_pages(slot_bytes: int) -> None:
         Arena.create(1, slot_bytes)
 
 
-def test_says_what_would_fit_where_memory_is_short() -> None:
+def test_an_arena_larger_than_free_memory_is_refused_with_the_size_that_fits() -> None:
     with pytest.raises(ConfigError) as refusal:
         Arena.create(4096, MIB, available_bytes=1024 * MIB)
     assert str(refusal.value) == (
@@ -438,7 +438,7 @@ def limits(names: tuple[str, str, str], limit: str, used: int, stat: str = "") -
     return dict(zip(names, (f"{limit}\n", f"{used}\n", stat), strict=True))
 
 
-def test_without_a_limit_it_is_the_machines_memory(tmp_path: Path) -> None:
+def test_without_a_limit_the_machines_memory_is_available(tmp_path: Path) -> None:
     assert memory_available(machine(tmp_path)) == 100 * MIB
 
 
@@ -451,7 +451,7 @@ def test_a_containers_limit_counts_where_it_is_less(
 
 
 @pytest.mark.parametrize("names", [V1, V2], ids=["v1", "v2"])
-def test_a_containers_page_cache_is_not_in_the_way(
+def test_a_containers_page_cache_counts_as_available(
     tmp_path: Path, names: tuple[str, str, str]
 ) -> None:
     total = "total_" if names == V1 else ""
@@ -506,7 +506,7 @@ def test_a_closed_arena_stays_mapped_until_the_last_claim_is_released() -> None:
     assert arena.close()
 
 
-def test_slots_that_were_set_aside_do_not_keep_it() -> None:
+def test_slots_set_aside_do_not_keep_the_arena_mapped() -> None:
     arena = Arena.create(4, 4096)
     arena.set_aside(2)
     assert arena.close()

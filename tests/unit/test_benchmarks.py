@@ -40,7 +40,7 @@ def test_tables_hold_every_column():
 
 @pytest.fixture
 def benches(monkeypatch, tmp_path):
-    """Two benchmarks, the second of which fails after its first row."""
+    """Return two benchmarks; the second one fails after its first row."""
 
     def good():
         yield Row(name="one", unit="s", ours=1)
@@ -78,7 +78,7 @@ def test_a_failing_benchmark_does_not_hide_the_others(benches, capsys):
     assert lines[-2:] == [["two", "s", "2"], ["one", "s", "1"]]
 
 
-def test_an_unknown_benchmark_names_those_that_are(benches, capsys):
+def test_an_unknown_benchmark_is_refused_with_the_known_names(benches, capsys):
     assert command.main(["--only", "x"]) == 2
     assert capsys.readouterr().err == "no benchmark x; there are: bad, good\n"
 
@@ -112,7 +112,7 @@ def test_without_a_device_each_part_for_one_is_skipped_by_name(
     assert len(told["parts"]) == len(gpu.parts())
 
 
-def test_a_part_that_fails_is_named_and_keeps_no_other(
+def test_a_failing_part_is_named_and_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "missing", lambda part: "")
@@ -133,7 +133,7 @@ def test_a_part_that_fails_is_named_and_keeps_no_other(
     assert "good: skipped" in capsys.readouterr().out
 
 
-def test_what_runs_on_a_device_is_there_for_every_part() -> None:
+def test_every_part_for_a_device_has_its_function() -> None:
     assert all(callable(getattr(gpu_parts, name)) for name in gpu.NAMES.values())
 
 

@@ -1,4 +1,4 @@
-"""Books of a million blocks: nothing is copied whole, and no collection goes through them."""
+"""Records of a million blocks: none is copied whole, and no garbage collection visits them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keys_of(count: int, seed: int = 1) -> list[BlockKey]:
     return [BlockKey(random.randbytes(32)) for _ in range(count)]
 
 
-def test_a_spread_is_a_mapping() -> None:
+def test_a_sharded_map_behaves_as_a_mapping() -> None:
     random = Random(2)
     held: dict[BlockKey, int] = {}
     spread = ShardedKeyMap[int](MILLION)
@@ -58,7 +58,7 @@ def test_a_spread_is_a_mapping() -> None:
 @pytest.mark.parametrize(
     "book", [FlatKeyMap[int](), ShardedKeyMap[int](MILLION)], ids=["whole", "spread"]
 )
-def test_a_book_is_asked_for_many_keys_at_once(book: Book[int]) -> None:
+def test_a_key_map_looks_up_many_keys_at_once(book: Book[int]) -> None:
     keys, others = keys_of(10), keys_of(10, seed=3)
     assert book.add(keys, range(10))
     assert book.get_all([*others, keys[3]]) == [None] * 10 + [3]
@@ -77,7 +77,7 @@ def test_a_book_is_asked_for_many_keys_at_once(book: Book[int]) -> None:
     assert book.get_all(others[1:4]) == [14, 15, None]
 
 
-def test_no_dictionary_of_a_large_spread_is_large() -> None:
+def test_no_dictionary_of_a_large_sharded_map_is_large() -> None:
     assert by_key(SMALL) == {}
     spread = by_key(MILLION)
     assert isinstance(spread, ShardedKeyMap)
@@ -86,7 +86,7 @@ def test_no_dictionary_of_a_large_spread_is_large() -> None:
     assert 4 * max(map(len, spread._parts)) < 2 * PART_KEYS
 
 
-def test_what_is_unseen_is_not_gone_through() -> None:
+def test_the_garbage_collector_does_not_visit_unseen_containers() -> None:
     column, queue = unseen(["a"]), unseen(deque(["a"]))
     for some in (column, queue):
         assert not gc.is_tracked(some)
@@ -107,15 +107,15 @@ def test_an_index_moves_nothing_while_it_fills_up() -> None:
 
 
 def gone_through() -> int:
-    """How many references a collection of garbage follows."""
+    """Return how many references a garbage collection follows."""
     gc.collect()
     return sum(len(gc.get_referents(one)) for one in gc.get_objects())
 
 
 @pytest.mark.slow
-def test_a_collection_does_not_go_through_the_books_of_a_level() -> None:
+def test_a_garbage_collection_does_not_visit_the_records_of_a_level() -> None:
     blocks = 20_000
-    keys = tuple(keys_of(blocks))  # as keys of tiers, which hold them by others
+    keys = tuple(keys_of(blocks))  # as keys in tiers, which other objects hold
     before = gone_through()
     index = LevelIndex[int](PrioritizedLRU(), blocks_max=MILLION)
     for place, key in enumerate(keys):
@@ -130,7 +130,7 @@ def test_a_collection_does_not_go_through_the_books_of_a_level() -> None:
     assert leaving.take(2) == [Ref(keys[0], 0), Ref(keys[1], 1)]
 
 
-def test_deadlines_of_blocks_that_are_gone_leave_a_few_at_a_time(monkeypatch) -> None:
+def test_deadlines_of_removed_blocks_are_dropped_a_few_at_a_time(monkeypatch) -> None:
     ends = Deadlines()
     for place in range(10_000):
         ends.put(place, 1e6 + place)

@@ -15,7 +15,7 @@ def opened() -> Breaker:
     return breaker
 
 
-def test_opens_after_failures_in_a_row_and_closes_after_a_trial() -> None:
+def test_a_breaker_opens_after_failures_in_a_row_and_closes_after_a_trial() -> None:
     breaker = opened()
     assert breaker.state == "open"
     assert not breaker.begin(4.9)
@@ -29,7 +29,7 @@ def test_opens_after_failures_in_a_row_and_closes_after_a_trial() -> None:
     assert breaker.begin(5.0)
 
 
-def test_a_success_in_between_starts_the_count_anew() -> None:
+def test_a_success_in_between_resets_the_count() -> None:
     breaker = Breaker(SETTINGS)
     for _ in range(5):
         breaker.failure(0.0)
@@ -61,7 +61,7 @@ def test_calls_that_fail_while_it_is_open_change_nothing() -> None:
     assert breaker.opened == 1
 
 
-def test_a_trial_that_was_given_up_tells_nothing_and_the_next_call_is_the_trial() -> None:
+def test_an_abandoned_trial_counts_for_nothing_and_the_next_call_is_the_trial() -> None:
     breaker = opened()
     assert breaker.begin(5.0)
     breaker.give_up()

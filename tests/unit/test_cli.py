@@ -1,4 +1,4 @@
-"""The command line: what is printed, and with which exit code."""
+"""The command line: output and exit codes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_check_prints_the_resolved_stack(stack, capsys):
     assert "blocks," not in out
 
 
-def test_check_begins_with_the_answer_and_shows_what_is_not_a_default(stack, capsys):
+def test_check_begins_with_the_verdict_and_shows_changed_settings(stack, capsys):
     def settings(*more):
         assert main(["check", str(stack), *more]) == 0
         out = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_check_begins_with_the_answer_and_shows_what_is_not_a_default(stack, cap
     assert settings("--offline")[0].startswith("OK, 1 warning\n  warning: tiers[2]")
 
 
-def test_sizes_are_told_as_people_write_them(stack, capsys):
+def test_sizes_are_printed_in_readable_units(stack, capsys):
     stack.write_text(STACK.replace("4 GiB", "60499407667"))
     assert main(["check", str(stack), "--all"]) == 0
     out = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_check_with_a_model_prints_blocks_and_tokens(stack, model, capsys):
     assert "assumed" not in out
 
 
-def test_check_says_what_it_assumes(stack, model, capsys):
+def test_check_prints_its_assumptions(stack, model, capsys):
     path = model({**LLAMA, "head_dim": 64})
     assert main(["check", str(stack), "--model", str(path.parent), "--dtype", "fp8"]) == 0
     out = capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
     [(True, 141, ""), (False, 1, "kvladder: standard output: No space left on device\n")],
     ids=["a pipe without a reader", "a full disk"],
 )
-def test_what_nothing_takes_ends_a_command_without_a_traceback(stack, *, is_pipe, code, says):
+def test_a_closed_or_full_output_ends_a_command_without_a_traceback(stack, *, is_pipe, code, says):
     read, write = os.pipe() if is_pipe else (None, os.open("/dev/full", os.O_WRONLY))
     if read is not None:
         os.close(read)
@@ -184,7 +184,7 @@ def test_what_nothing_takes_ends_a_command_without_a_traceback(stack, *, is_pipe
 
 
 @pytest.mark.parametrize("told", ["1.2.3", "(run from its source tree)"])
-def test_version(capsys, monkeypatch, told):
+def test_the_version_is_printed(capsys, monkeypatch, told):
     def version(name):
         if told.startswith("("):
             raise PackageNotFoundError(name)
@@ -233,7 +233,7 @@ def test_usage_errors_exit_with_2(capsys, arguments):
     ],
     ids=["gqa", "mha", "dtype", "head_dim", "sliding", "multimodal", "mla"],
 )
-def test_bytes_per_token(model, content, expected):
+def test_bytes_per_token_follow_the_configuration(model, content, expected):
     assert bytes_per_token(model(content)) == expected
 
 
@@ -256,7 +256,7 @@ def test_a_layout_is_not_guessed(model, content, says):
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_what_is_not_a_models_configuration(model, content):
+def test_files_without_a_model_configuration_are_refused(model, content):
     with pytest.raises(ConfigError, match=r"not JSON|not a JSON object"):
         bytes_per_token(model(content))
 

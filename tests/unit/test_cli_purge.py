@@ -54,7 +54,7 @@ def left(config):
 
 @contextmanager
 def listening(path):
-    """Somebody who has the socket, and never answers."""
+    """Hold the socket, and never answer."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(path))
         silent.listen()
@@ -75,7 +75,9 @@ def test_a_cache_that_does_not_answer_is_not_purged_at_rest(config, tmp_path, ca
     assert left(config) == 3
 
 
-def test_a_socket_of_another_user_is_no_end_of_its_cache(config, tmp_path, capsys, monkeypatch):
+def test_a_cache_that_refuses_this_user_is_not_purged_at_rest(
+    config, tmp_path, capsys, monkeypatch
+):
     save(config)
 
     def refused(_stream, _address):
@@ -101,7 +103,7 @@ def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, ca
     assert "already done: kv.sock: host: 3 blocks removed" in said
 
 
-def test_caches_that_run_are_asked_whatever_killed_ones_left(config, tmp_path, capsys):
+def test_running_caches_are_asked_despite_leftovers_of_killed_ones(config, tmp_path, capsys):
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(tmp_path / "kv.dp1.sock"))
     with open_cache(config, layout=LAYOUT):
@@ -115,8 +117,8 @@ def test_caches_that_run_are_asked_whatever_killed_ones_left(config, tmp_path, c
         assert "kv.dp1.sock: no answer: Connection refused" in capsys.readouterr().err
 
 
-def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, capsys):
-    """Two engines of one configuration, each in a directory of its own; one has ended."""
+def test_blocks_of_an_ended_engine_are_purged_beside_running_ones(config, tmp_path, capsys):
+    """Two engines of one configuration, each with its own directory; one has ended."""
     with open_cache(config, layout=LAYOUT) as cache:
         cache.save(KEYS, salt="red").commit()
         with open_manager(load_config(config), LAYOUT, instance=1) as second:
@@ -144,7 +146,7 @@ def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
-def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys, isolate):
+def test_completed_purges_are_reported_when_a_server_fails(tmp_path, capsys, isolate):
     save(write(tmp_path))
     away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB", "isolate": isolate}
     assert main(["purge", write(tmp_path, away), "--namespace", SPACE]) == 2
@@ -161,7 +163,9 @@ def test_a_salt_that_is_no_text_is_refused(config, capsys):
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
 @pytest.mark.parametrize("from_file", [True, False])
-def test_a_salt_is_read_from_where_nobody_sees_it(config, tmp_path, monkeypatch, ending, from_file):
+def test_a_salt_is_read_from_a_file_or_standard_input(
+    config, tmp_path, monkeypatch, ending, from_file
+):
     save(config)
     assert left(config) == 3
     name = tmp_path / "salt"
@@ -195,12 +199,12 @@ def test_a_salt_that_is_not_one_line_of_a_file_is_refused(config, tmp_path, caps
 
 
 @pytest.mark.parametrize("every_s", ["1e12", "inf", "nan", "-1"])
-def test_stats_are_not_watched_so_seldom(config, capsys, every_s):
+def test_an_interval_that_is_too_long_is_refused(config, capsys, every_s):
     assert main(["stats", config, "--watch", every_s]) == 2
     assert "--watch: " in capsys.readouterr().err
 
 
-def test_a_target_that_cannot_be_is_a_wrong_one(tmp_path, capsys):
+def test_an_impossible_target_is_refused(tmp_path, capsys):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for target, why in ((tmp_path / ("x" * 300), "File name too long"), (loop / "a", "Too many")):

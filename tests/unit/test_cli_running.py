@@ -48,7 +48,7 @@ def fill(cache):
 
 
 def engine(config):
-    """What the other process does until its input ends."""
+    """Run the engine in the other process until its input ends."""
     with open_cache(config, layout=LAYOUT) as cache:
         fill(cache)
         for line in chain([""], sys.stdin):
@@ -107,13 +107,13 @@ def write(tmp_path, *, isolate=False, **more):
 
 
 def lies(tmp_path):
-    """Of which salts there are bytes in the files."""
+    """Return the salts with bytes in the files."""
     raw = b"".join(path.read_bytes() for path in tmp_path.rglob("seg-*"))
     return [salt for salt in ("red", "blue") if mark(salt)[:100] in raw]
 
 
 @IN_A_PROCESS_OR_NOT
-def test_a_running_cache_is_purged_and_tells(config, tmp_path, capsys):
+def test_a_running_cache_is_purged_and_reports_the_counts(config, tmp_path, capsys):
     with running(config) as engine:
         assert main(["stats", config, "--json"]) == 0
         (found,) = json.loads(capsys.readouterr().out).values()
@@ -165,7 +165,7 @@ def test_without_an_engine_the_directory_is_purged(config, tmp_path, capsys):
 
 
 @IN_A_PROCESS_OR_NOT
-def test_what_a_killed_engine_left_is_purged_at_rest(config, tmp_path, capsys):
+def test_blocks_of_a_killed_engine_are_purged_at_rest(config, tmp_path, capsys):
     with running(config) as engine, pytest.raises(ValueError):  # noqa: PT011 - it says no more
         engine.look("die")
     assert (tmp_path / "kv.sock").is_socket()
@@ -176,7 +176,7 @@ def test_what_a_killed_engine_left_is_purged_at_rest(config, tmp_path, capsys):
     assert lies(tmp_path) == ["blue"]
 
 
-def test_an_engine_without_a_control_socket_is_in_the_way(tmp_path, capsys):
+def test_an_engine_without_a_control_socket_prevents_a_purge(tmp_path, capsys):
     config = write(tmp_path)
     with running(config) as engine:
         assert main(["purge", config, "--salt", "red"]) == 2
@@ -201,12 +201,12 @@ def test_an_engine_without_a_control_socket_is_in_the_way(tmp_path, capsys):
         (["--all", "--wait", "nan"], "--wait: nan"),
     ],
 )
-def test_what_a_purge_refuses(config, capsys, arguments, says):
+def test_a_purge_refuses_wrong_arguments(config, capsys, arguments, says):
     assert main(["purge", config, *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_what_stats_refuse(config, tmp_path, capsys):
+def test_stats_refuse_missing_sockets_and_wrong_intervals(config, tmp_path, capsys):
     assert main(["stats", config]) == 2
     assert "there is no socket" in capsys.readouterr().err
     assert main(["stats", str(tmp_path / "nowhere")]) == 2

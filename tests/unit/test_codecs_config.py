@@ -1,4 +1,4 @@
-"""Codecs in a configuration: short and long form, and what each tier can have."""
+"""Codecs in a configuration: short and long form, and the codecs that each tier accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(codecs, kind="memory", env=None):
     return load_config(source, env=env or {})
 
 
-def test_names_and_settings():
+def test_codecs_are_configured_by_name_and_settings():
     (level,) = load(["zstd", "checksum"]).levels
     assert [codec.options for codec in level.codecs] == [ZstdOptions(level=1), None]
     (level,) = load([{"name": "zstd", "level": 5}, "checksum"]).levels
@@ -35,13 +35,13 @@ def test_names_and_settings():
     assert zstd.options == ZstdOptions(level=5)
 
 
-def test_from_the_environment():
+def test_codecs_are_configured_from_the_environment():
     env = {"KVLADDER__TIERS__MEMORY__CODECS": "[{name: zstd, level: 7}, checksum]"}
     (level,) = load(["checksum"], env=env).levels
     assert [str(codec) for codec in level.codecs] == ["zstd (level 7, min_saving 0.05)", "checksum"]
 
 
-def test_it_says_what_they_do_and_take():
+def test_describe_shows_the_codecs_and_their_scratch():
     text = load([{"name": "zstd", "level": 3}, "checksum"]).describe(LAYOUT)
     (line,) = [line for line in text.splitlines() if line.startswith("  codecs")]
     expected = "codecs zstd (level 3, min_saving 0.05), checksum 32 MiB of scratch given"
@@ -60,7 +60,7 @@ def test_codecs_are_found_by_their_ids():
     assert find(60000) is None
 
 
-def test_what_loses_something_has_to_be_allowed():
+def test_a_lossy_codec_must_be_allowed():
     with pytest.raises(ConfigError, match="allow_lossy: true") as refused:
         load(["fp8", "checksum"])
     assert refused.value.path == "tiers[1].codecs[0]"
@@ -72,14 +72,14 @@ def test_what_loses_something_has_to_be_allowed():
     ("said", "told"),
     [(True, "fp8 for local, state, window"), (["full", "window"], "fp8 for full, window")],
 )
-def test_layers_that_may_lose_something_are_told(said, told):
+def test_describe_shows_the_layers_that_a_lossy_codec_may_change(said, told):
     text = load([{"name": "fp8", "allow_lossy": said}]).describe(LAYOUT)
     (line,) = [line for line in text.splitlines() if line.startswith("  codecs")]
     assert told in line
 
 
 @pytest.mark.parametrize("said", ["full", ["whole"], [], False])
-def test_layers_that_nobody_knows_are_refused(said):
+def test_unknown_layers_are_refused(said):
     with pytest.raises(ConfigError, match="allow_lossy|codecs"):
         load([{"name": "fp8", "allow_lossy": said}])
 
@@ -91,12 +91,12 @@ def test_layers_that_nobody_knows_are_refused(said):
         (["aes-gcm", "zstd"], "what is encrypted does not shrink"),
     ],
 )
-def test_the_order_has_to_make_sense(codecs, says):
+def test_a_wrong_order_of_codecs_is_refused(codecs, says):
     with pytest.raises(ConfigError, match=says):
         load(codecs)
 
 
-def test_whoever_is_content_with_less_shares_with_nobody_who_is_not():
+def test_stacks_with_different_lossy_codecs_share_no_namespace():
     layout = Layout(16, 8192, {}, "bfloat16", 64)
     spaces = set()
     some, more = (
@@ -124,7 +124,7 @@ class Vault(Codec):
     Options = VaultOptions
 
     def __init__(self, options):
-        """It keeps nothing of them."""
+        """Ignore the options."""
 
     def encode(self, data, target, subject):
         return None
@@ -133,7 +133,7 @@ class Vault(Codec):
         return data
 
 
-def test_secrets_of_a_codec_are_not_shown_and_tell_its_blocks_apart(monkeypatch):
+def test_secrets_of_a_codec_are_not_shown_and_separate_its_namespace(monkeypatch):
     monkeypatch.setitem(registry._registered, ("codecs", "vault"), Vault)
     spaces = set()
     for key in ("hunter22", "hunter23"):
@@ -151,7 +151,7 @@ def test_secrets_of_a_codec_are_not_shown_and_tell_its_blocks_apart(monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["ключ" * 20, "x", "é" * 64])
-def test_a_key_of_other_characters_is_none(monkeypatch, key):
+def test_a_key_with_invalid_characters_is_refused(monkeypatch, key):
     monkeypatch.setenv("KVLADDER_KEY", key)
     assert finder(LAYOUT, LAYOUT.namespace())(4) is None
     with pytest.raises(ConfigError, match="KVLADDER_KEY does not hold a key") as refused:
@@ -177,7 +177,7 @@ class Needy(Vault):
         must: str
 
 
-def test_a_codec_that_cannot_be_made_alone_is_not_found(monkeypatch):
+def test_a_codec_that_needs_settings_is_not_found_by_its_id(monkeypatch):
     monkeypatch.setitem(registry._registered, ("codecs", "vault"), Needy)
     assert finder(LAYOUT, LAYOUT.namespace())(Vault.id) is None
 
@@ -205,7 +205,7 @@ def test_codecs_that_cannot_work_are_refused_at_start(monkeypatch, codecs, says)
     assert str(refused.value).startswith(says)
 
 
-def test_a_codec_whose_key_is_missing_is_not_found(monkeypatch):
+def test_a_codec_without_its_key_is_not_found(monkeypatch):
     monkeypatch.delenv("KVLADDER_KEY", raising=False)
     assert finder(LAYOUT, LAYOUT.namespace())(4) is None
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
@@ -214,7 +214,7 @@ def test_a_codec_whose_key_is_missing_is_not_found(monkeypatch):
     assert found.name == "aes-gcm"
 
 
-def test_a_codec_that_loses_something_is_not_found():
+def test_a_lossy_codec_is_not_found_by_its_id():
     layout = Layout(16, 8192, {}, "bfloat16", 64)
     assert finder(layout, layout.namespace())(3) is None
 

@@ -1,4 +1,4 @@
-"""From a configuration to a running cache: what of it reaches the parts."""
+"""From a configuration to a running cache: the settings that reach the parts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def namespace(**sections):
         return cache.namespace
 
 
-def test_the_package_lists_what_it_imports_when_it_is_used():
+def test_dir_lists_the_names_that_the_package_imports_lazily():
     assert {"open_cache", "Layout", "Retention", "CacheManager"} <= {*dir(kvladder)}
     assert all(getattr(kvladder, name) is not None for name in dir(kvladder))
     assert kvladder.__version__ == version("kvladder")
 
 
-def test_salt_and_fingerprint_tell_namespaces_apart():
+def test_salt_and_fingerprint_separate_namespaces():
     spaces = {
         namespace(),
         namespace(block={"salt": "a"}),
@@ -60,7 +60,7 @@ def test_several_engines_divide_a_capacity(tmp_path):
         assert "for each of 4 engines" in cache.describe()
 
 
-def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
+def test_an_impossible_path_is_refused_and_nothing_stays_open(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     files = {"type": "files", "path": str(tmp_path / "file"), "capacity": "10 MiB"}
     before = set(threading.enumerate())
@@ -72,14 +72,14 @@ def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
         assert not thread.is_alive()
 
 
-def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
+def test_a_capacity_too_small_for_blocks_is_refused_before_opening():
     cold = {"type": "memory", "capacity": "8 KiB"}
     with pytest.raises(ConfigError, match="less than one batch") as got:
         kvladder.open_cache(stack(cold), layout=LAYOUT)
     assert got.value.path == "tiers[1].capacity"
 
 
-def test_its_loop_lets_the_engine_have_the_lock_first():
+def test_the_loop_yields_the_lock_to_the_engine():
     order: list[str] = []
     asked = threading.Event()
     with kvladder.open_cache(stack(), layout=LAYOUT) as cache:
@@ -132,7 +132,7 @@ def test_engines_of_one_configuration_announce_themselves_by_names_of_their_own(
     assert [export.of(instance).name for instance in (0, 2)] == ["a", "a-dp2"]
 
 
-def test_an_engine_for_which_there_is_no_port_is_refused():
+def test_an_engine_without_a_port_is_refused():
     with pytest.raises(ConfigError, match="engine 2 would listen at 65536") as refused:
         ExportConfig(listen="here:65534", keys="server.keys").of(2)
     assert refused.value.path == "export.listen"

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is filled in, and what it comes to."""
+"""Configurations: settings read, defaults, and the resulting sizes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def cold(**settings):
     return {"type": "memory", "capacity": "1 GiB", **settings}
 
 
-# ---- what is read
+# ---- settings read
 
 
-def test_what_is_not_said_has_a_default(load):
+def test_missing_settings_have_defaults(load):
     config = load(SMALL)
     assert config.model.fingerprint == "auto"
     assert (config.block.tokens, config.block.salt) == ("auto", "")
@@ -56,7 +56,7 @@ def test_what_is_not_said_has_a_default(load):
     assert config.warnings == ()
 
 
-def test_a_level_takes_by_default_what_nobody_marked_lower():
+def test_a_level_admits_the_default_priority_by_default():
     rule = load_config(tiers(cold()), env={}).host.rule
     assert rule == load_config(tiers(cold()), env={}).levels[0].rule
     assert [rule.admits(floor, hits=0) for floor in (34, PRIORITY_DEFAULT, 36)] == [
@@ -66,7 +66,7 @@ def test_a_level_takes_by_default_what_nobody_marked_lower():
     ]
 
 
-def test_everything_that_may_be_said(load):
+def test_every_setting_is_read(load):
     config = load("""
 model: {fingerprint: my-model-v2}
 block: {tokens: 32, salt: "a b"}
@@ -100,7 +100,7 @@ tiers:
     assert (level.breaker.failures, level.breaker.retry_max_s) == (1, 2)
 
 
-def test_the_parts_of_a_level_are_made_from_it(load):
+def test_a_level_creates_its_parts(load):
     (level,) = load(SMALL).levels
     assert type(level.make_tier()) is MemoryTier
     assert type(level.make_policy()) is PrioritizedLRU
@@ -165,7 +165,7 @@ def test_a_plug_in_gets_its_options(remote):
         ({"url": "u", "password": 1234}, "tiers[1].password", "*** (expected text"),
     ],
 )
-def test_a_plug_ins_options_are_checked_alike(refusal, remote, settings, path, says):
+def test_options_of_a_plug_in_are_checked_too(refusal, remote, settings, path, says):
     error = refusal(tiers({"type": "remote", "capacity": "1 GiB", **settings}))
     assert error.path == path
     assert says in str(error)
@@ -177,7 +177,7 @@ def test_a_tier_without_options_takes_no_more_keys(refusal):
     assert str(error).startswith("tiers[1].path: unknown key (expected one of: name, type")
 
 
-def test_a_setting_that_all_tiers_have_is_no_plug_ins_own(refusal, monkeypatch):
+def test_a_plug_in_may_not_redefine_a_setting_of_all_tiers(refusal, monkeypatch):
     class Late(MemoryTier):
         class Options(msgspec.Struct, frozen=True):
             timeout: int = 3
@@ -189,17 +189,17 @@ def test_a_setting_that_all_tiers_have_is_no_plug_ins_own(refusal, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["odd", "plain"])
-def test_what_is_registered_must_be_of_its_kind(refusal, monkeypatch, kind):
+def test_a_registered_class_must_be_of_its_kind(refusal, monkeypatch, kind):
     monkeypatch.setitem(registry._registered, ("tiers", "odd"), dict)
     monkeypatch.setitem(registry._registered, ("policies", "plain"), dict)
     entry = {"odd": {"type": "odd"}, "plain": cold(policy="plain")}[kind]
     assert "is no " in str(refusal(tiers(entry)))
 
 
-# ---- what it comes to
+# ---- results
 
 
-def test_sizes_are_told_in_blocks_and_tokens(load):
+def test_sizes_are_shown_in_blocks_and_tokens(load):
     config = load(SMALL)
     means = {row.path: row.means for row in config.rows(LAYOUT)}
     assert means["arena.size"] == "1024 blocks, 16384 tokens"
@@ -237,7 +237,7 @@ GPU = {
 
 
 def test_every_setting_of_the_pools_is_shown():
-    """Other tests hold what each does; one that is added has to be here."""
+    """Other tests cover the effect of each; a new setting must be added here."""
     assert GPU.keys() == {field.encode_name for field in msgspec.structs.fields(GpuConfig)}
     for name, (value, shown) in GPU.items():
         text = load_config({"gpu": {name: value}}, env={}).describe()
@@ -245,7 +245,7 @@ def test_every_setting_of_the_pools_is_shown():
         assert text.count(" gpu.") == len(GPU)
 
 
-def test_what_depends_on_other_settings_is_told_as_auto():
+def test_settings_that_depend_on_others_are_shown_in_words():
     pytest.importorskip("zmq", reason="the extra nixl is not installed")
     entry = {"type": "nixl", "servers": ["10.0.0.7:7470"], "keys": "k", "capacity": "1 GiB"}
     found = {row.path: row.value for row in load_config(tiers(entry), env={}).rows()}
@@ -254,7 +254,7 @@ def test_what_depends_on_other_settings_is_told_as_auto():
     assert found["tiers[1].roster"] == "none"
 
 
-def test_blocks_on_a_medium_are_checked_unless_somebody_says_no():
+def test_blocks_on_a_medium_are_checked_unless_checksums_are_disabled():
     entry = {"type": "files", "path": "/mnt/kv", "capacity": "1 GiB"}
     config = load_config(tiers(entry), env={})
     assert [str(codec) for codec in config.levels[0].codecs] == ["checksum"]
@@ -272,12 +272,12 @@ def test_blocks_on_a_medium_are_checked_unless_somebody_says_no():
         (SMALL + "block: {tokens: 32}", "block.tokens", "the engine's blocks have 16 tokens"),
     ],
 )
-def test_blocks_must_fit(load, text, path, says):
+def test_blocks_that_do_not_fit_are_refused(load, text, path, says):
     config = load(text)
     with pytest.raises(ConfigError) as got:
         config.check(LAYOUT)
     assert (got.value.path, says in str(got.value)) == (path, True), str(got.value)
 
 
-def test_what_fits_passes(load):
+def test_blocks_that_fit_are_accepted(load):
     load(SMALL.replace("4 GiB", "64 MiB") + "block: {tokens: 16}").check(LAYOUT)

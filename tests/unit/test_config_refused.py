@@ -1,4 +1,4 @@
-"""Configurations: what is refused, where that is said to be, and what is said."""
+"""Configurations that are refused: the path and the text of each error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cold(**settings):
     return {"type": "memory", "capacity": "1 GiB", **settings}
 
 
-# ---- what is refused, where that is said to be, and what is said
+# ---- refused settings, with the path and the text of each error
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def cold(**settings):
         ("1: 2", "", "key 1 is not text"),
     ],
 )
-def test_a_file_of_the_wrong_shape(refusal, text, path, says):
+def test_a_file_of_the_wrong_shape_is_refused(refusal, text, path, says):
     error = refusal(text)
     assert (error.path, says in str(error)) == (path, True), str(error)
 
 
 @pytest.mark.parametrize("path", ["", "/", ".", "/tmp/a\0b"])
-def test_a_control_socket_has_a_name(refusal, path):
+def test_a_control_socket_without_a_name_is_refused(refusal, path):
     for control in (path, {"path": path}):
         error = refusal({**tiers(), "control": control})
         assert error.path == "control.path"
@@ -62,14 +62,14 @@ def test_a_control_socket_has_a_name(refusal, path):
 
 
 @pytest.mark.parametrize("text", ["", " ", "${NOWHERE:-}"])
-def test_empty_text_stands_for_no_weights(refusal, text):
+def test_an_empty_fingerprint_is_refused(refusal, text):
     error = refusal({**tiers(), "model": {"fingerprint": text}})
     assert error.path == "model.fingerprint"
     assert "expected auto, or text that changes whenever the weights do" in str(error)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
-def test_what_is_no_text_is_refused(refusal, text):
+def test_settings_that_are_not_utf_8_text_are_refused(refusal, text):
     for path, changed in (
         ("block.salt", {"block": {"salt": text}}),
         ("model.fingerprint", {"model": {"fingerprint": text}}),
@@ -85,13 +85,13 @@ def test_what_is_no_text_is_refused(refusal, text):
 
 
 @pytest.mark.parametrize("path", ["~", "~/kv"])
-def test_a_home_is_not_guessed(refusal, path):
+def test_a_tilde_in_a_path_is_refused(refusal, path):
     error = refusal(tiers({"type": "files", "path": path, "capacity": "1 GiB"}))
     assert "write ${HOME}, or the whole path" in str(error)
     assert "write ${HOME}" in str(refusal({"host": "1 GiB", "files": path}))
 
 
-def test_a_directory_has_no_null_character(refusal):
+def test_a_null_character_in_a_directory_is_refused(refusal):
     error = refusal(tiers({"type": "files", "path": "/tmp/a\0b", "capacity": "1 GiB"}))
     assert "null character" in str(error)
     assert refusal({"host": "1 GiB", "files": "/tmp/a\0b"}).path == "files"
@@ -123,7 +123,7 @@ def test_a_directory_has_no_null_character(refusal):
         ({"events": {"max": -1}}, "events.max", "-1 (expected a whole number, 0 or more)"),
     ],
 )
-def test_a_wrong_setting(refusal, changed, path, says):
+def test_a_wrong_setting_is_refused(refusal, changed, path, says):
     error = refusal(tiers(), overrides=changed)
     assert (error.path, says in str(error)) == (path, True), str(error)
     assert "12345678" not in str(error)
@@ -168,7 +168,7 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"type": "host"}, ".type", "a second host level"),
     ],
 )
-def test_a_wrong_level(refusal, settings, path, says):
+def test_a_wrong_level_is_refused(refusal, settings, path, says):
     error = refusal(tiers(cold(**settings)))
     assert (error.path, says in str(error)) == (f"tiers[1]{path}", True), str(error)
 
@@ -180,7 +180,7 @@ def test_a_wrong_level(refusal, settings, path, says):
         (["checksum", "rot13"], "'rot13' is no Codec"),
     ],
 )
-def test_a_codec_is_one_and_named_once(refusal, monkeypatch, codecs, says):
+def test_unknown_and_repeated_codecs_are_refused(refusal, monkeypatch, codecs, says):
     monkeypatch.setitem(registry._registered, ("codecs", "rot13"), object)
     entry = {"type": "files", "path": "/mnt/kv", "capacity": "1 GiB", "codecs": codecs}
     error = refusal(tiers(entry))

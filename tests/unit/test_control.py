@@ -1,4 +1,4 @@
-"""The control socket of a running cache: what it answers, refuses, survives and leaves behind."""
+"""The control socket of a running cache: its answers, refusals, robustness and cleanup."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save(cache, numbers, salt=""):
 
 
 def said(path, data, *, more=True):
-    """What comes back for these bytes, until it hangs up or has answered each line."""
+    """Return the replies to these bytes, until it hangs up or has answered each line."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(PATIENCE_S)
         stream.connect(str(path))
@@ -89,7 +89,7 @@ def wait_for_a_place(path):
 # ---- answers
 
 
-def test_it_tells_statistics_and_the_configuration(cache, path):
+def test_the_socket_returns_statistics_and_the_configuration(cache, path):
     save(cache, range(5))
     assert ask(path, {"command": "stats"}) == json.loads(json.dumps(cache.stats()))
     assert ask(path, {"command": "describe"}) == cache.describe()
@@ -113,14 +113,14 @@ def test_a_salt_and_then_all_are_purged(cache, path):
     assert save(cache, range(5), "red")
 
 
-def test_a_connection_may_ask_again_and_others_at_the_same_time(cache, path):
+def test_connections_may_ask_repeatedly_and_concurrently(cache, path):
     line = b'{"command": "describe"}\n'
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(str(path))
         assert said(path, line * 3) == [{"result": cache.describe()}] * 3
 
 
-def test_secrets_are_not_told(path):
+def test_secrets_are_not_shown(path):
     whole = settings(path, block={"salt": "very secret"})
     with open_cache(whole, layout=LAYOUT):
         assert "very secret" not in ask(path, {"command": "describe"})
@@ -150,7 +150,7 @@ def test_secrets_are_not_told(path):
         (b'{"command": "purge", "all": true, "namespace": "beef"}', "has namespace"),
     ],
 )
-def test_what_is_not_a_request_is_refused_and_changes_nothing(cache, path, line, why):
+def test_invalid_requests_are_refused_and_change_nothing(cache, path, line, why):
     save(cache, range(3), "a")
     (reply,) = said(path, line + b"\n")
     assert why in reply["error"]
@@ -158,13 +158,13 @@ def test_what_is_not_a_request_is_refused_and_changes_nothing(cache, path, line,
     assert ask(path, {"command": "describe"})
 
 
-def test_a_line_without_an_end_is_cut_off(cache, path):
+def test_a_client_with_an_endless_line_is_disconnected(cache, path):
     (reply,) = said(path, b"x" * (10 * REQUEST_BYTES_MAX))
     assert f"at most {REQUEST_BYTES_MAX} bytes" in reply["error"]
     assert said(path, b'{"command": "stats"}') == [], "half a line is none"
 
 
-def test_whatever_is_sent_the_cache_goes_on(cache, path):
+def test_random_requests_do_not_stop_the_cache(cache, path):
     dice = random.Random(5)
     for _ in range(200):
         good = json.dumps({"command": dice.choice(["stats", "describe"])}).encode() + b"\n"
@@ -175,12 +175,12 @@ def test_whatever_is_sent_the_cache_goes_on(cache, path):
     assert ask(path, {"command": "stats"})["arena"] == cache.stats()["arena"]
 
 
-def test_a_client_that_says_nothing_is_cut_off(cache, path, monkeypatch):
+def test_a_silent_client_is_disconnected(cache, path, monkeypatch):
     monkeypatch.setattr(control, "REQUEST_S", 0.1)
     assert said(path, b"", more=False) == []
 
 
-def test_a_client_that_takes_no_answer_is_cut_off(cache, path, monkeypatch):
+def test_a_client_that_reads_no_answer_is_disconnected(cache, path, monkeypatch):
     monkeypatch.setattr(control, "REQUEST_S", 0.3)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.settimeout(0.1)
@@ -198,7 +198,7 @@ def test_a_client_that_takes_no_answer_is_cut_off(cache, path, monkeypatch):
     assert ask(path, {"command": "stats"})
 
 
-def test_clients_are_few(cache, path):
+def test_the_number_of_clients_is_limited(cache, path):
     streams = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS_MAX)]
     try:
         for stream in streams:
@@ -216,7 +216,7 @@ def test_clients_are_few(cache, path):
 # ---- the socket in the file system
 
 
-def test_nobody_else_may_connect_and_nothing_stays(path):
+def test_only_the_owner_may_connect_and_closing_leaves_nothing(path):
     before = set(Path("/proc/self/fd").iterdir())
     with open_cache(settings(path), layout=LAYOUT):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -232,12 +232,12 @@ def test_nobody_else_may_connect_and_nothing_stays(path):
     later.close()
     assert list(path.parent.iterdir()) == []
     left = set(Path("/proc/self/fd").iterdir()) - before
-    assert not left  # and what others left behind may have been closed meanwhile
+    assert not left  # leftovers of other tests may have been closed in between
 
 
-def test_whoever_comes_while_it_closes_is_cut_off(path):
+def test_clients_that_connect_during_a_close_are_disconnected(path):
     """A client that was accepted a moment before has no task yet that could be ended."""
-    runtime, nobody = Runtime(), cast("Any", None)  # which is asked nothing
+    runtime, nobody = Runtime(), cast("Any", None)  # it gets no calls
     for _ in range(100):
         server = ControlServer(path, nobody, runtime)
         clients = [socket.socket(socket.AF_UNIX) for _ in range(6)]
@@ -252,7 +252,7 @@ def test_whoever_comes_while_it_closes_is_cut_off(path):
     runtime.close()
 
 
-def test_a_purge_that_waits_does_not_keep_the_cache_from_closing(path, monkeypatch):
+def test_a_waiting_purge_does_not_keep_the_cache_from_closing(path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
     with open_cache(settings(path), layout=LAYOUT), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(PATIENCE_S)
@@ -261,7 +261,7 @@ def test_a_purge_that_waits_does_not_keep_the_cache_from_closing(path, monkeypat
         time.sleep(0.1)
 
 
-def test_a_client_that_is_gone_keeps_no_place(cache, path, monkeypatch):
+def test_a_disconnected_client_frees_its_place(cache, path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
     request = b'{"command": "purge", "salt": "a", "wait_s": 86400}\n'
     for _ in range(CLIENTS_MAX):
@@ -272,7 +272,7 @@ def test_a_client_that_is_gone_keeps_no_place(cache, path, monkeypatch):
     wait_for_a_place(path)
 
 
-def test_a_client_that_has_only_said_all_is_waited_for(cache, path, monkeypatch):
+def test_a_client_that_ended_only_its_own_side_still_gets_its_answer(cache, path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
@@ -286,14 +286,12 @@ def test_a_client_that_has_only_said_all_is_waited_for(cache, path, monkeypatch)
         assert json.loads(client.recv(1 << 16))["result"]["left"] == 0
 
 
-def test_an_answer_that_takes_longer_says_what_is_left(cache, path, monkeypatch):
+def test_an_unfinished_purge_reports_the_removals_left(cache, path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 3)
     assert ask(path, {"command": "purge", "salt": "a", "wait_s": 0.1})["left"] == 3
 
 
-def test_a_socket_in_use_keeps_no_cache_from_its_start_and_is_taken_once_free(
-    path, monkeypatch, caplog
-):
+def test_a_cache_starts_with_its_socket_in_use_and_takes_it_once_free(path, monkeypatch, caplog):
     monkeypatch.setattr(control, "RETRY_S", 0.01)
     with open_cache(settings(path), layout=LAYOUT):
         other = open_cache(settings(path, block={"salt": "other"}), layout=LAYOUT)
@@ -313,7 +311,7 @@ def test_a_cache_that_waits_for_its_socket_can_be_closed(cache, path):
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_who_has_a_socket_is_told_by_who_listens_or_by_the_lock(path, listens):
+def test_the_owner_of_a_socket_is_known_from_its_listener_or_its_lock(path, listens):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -338,7 +336,7 @@ def test_who_has_a_socket_is_told_by_who_listens_or_by_the_lock(path, listens):
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
-def test_a_file_system_that_takes_no_socket_now_may_later(path, monkeypatch, caplog, code):
+def test_a_socket_is_retried_on_a_file_system_that_refuses_it(path, monkeypatch, caplog, code):
     monkeypatch.setattr(control, "RETRY_S", 0.01)
     locked, works = BoundSocket._locked, list[bool]()
 
@@ -357,7 +355,7 @@ def test_a_file_system_that_takes_no_socket_now_may_later(path, monkeypatch, cap
         assert ask(path, {"command": "stats"})
 
 
-def test_what_a_killed_process_left_is_replaced(path):
+def test_a_socket_of_a_killed_process_is_replaced(path):
     child = os.fork()
     if child == 0:
         BoundSocket(path)
@@ -382,7 +380,7 @@ def test_what_a_killed_process_left_is_replaced(path):
         ("folder", "is no socket"),
     ],
 )
-def test_a_path_that_cannot_be_had_is_refused(tmp_path, monkeypatch, name, why):
+def test_an_unusable_path_is_refused(tmp_path, monkeypatch, name, why):
     monkeypatch.chdir(tmp_path)
     Path("plain").write_text("mine")
     Path("folder").mkdir()
@@ -417,7 +415,7 @@ def test_sockets_of_other_settings_are_not_taken(tmp_path, name):
     assert sockets(str(tmp_path / "nowhere" / name)) == []
 
 
-def test_a_directory_that_may_not_be_looked_into_is_no_empty_one(tmp_path):
+def test_an_unreadable_directory_does_not_count_as_empty(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(ConfigError, match="control.path: .*Too many levels"):
@@ -426,7 +424,7 @@ def test_a_directory_that_may_not_be_looked_into_is_no_empty_one(tmp_path):
         BoundSocket(loop / "kv.sock")
 
 
-def test_who_answers_something_else_is_not_believed(tmp_path):
+def test_answers_of_a_foreign_server_are_refused(tmp_path):
     with socket.socket(socket.AF_UNIX) as strange:
         strange.bind(str(tmp_path / "strange"))
         strange.listen()
@@ -467,7 +465,7 @@ def test_the_setting_is_a_path_or_a_section(path, monkeypatch):
             load_config({"host": "1 MiB", "control": wrong}, env={})
 
 
-def test_the_command_says_what_is_left(tmp_path, path, monkeypatch, capsys):
+def test_the_command_prints_the_removals_left(tmp_path, path, monkeypatch, capsys):
     from kvladder.cli import main
 
     config = tmp_path / "stack.yaml"

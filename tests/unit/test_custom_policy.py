@@ -1,7 +1,6 @@
-"""The policy of docs/how-to/write-a-policy.md: the suite, whole caches, and what policies are told.
+"""The policy of docs/how-to/write-a-policy.md: the suite, whole caches, and the calls of policies.
 
-A recorder of the calls shows what a level tells a policy; the example shows that it is enough for
-S3-FIFO.
+A recorder shows the calls that a level makes; the example shows that they suffice for S3-FIFO.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TestS3Fifo(PolicyTests):
 
 
 class Recorder(PrioritizedLRU, KeyedPolicy):
-    """A prioritized LRU that keeps what it is told, and asserts that it is told all."""
+    """A prioritized LRU that records its calls, and asserts that none is missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class Recorder(PrioritizedLRU, KeyedPolicy):
         super().push(handle, priority, front=front)
 
     def take(self) -> tuple[list[tuple[int, BlockKey]], list[tuple[BlockKey, bool]]]:
-        """What it was told since the last time."""
+        """Return the calls since the last time."""
         told, self.came, self.left = (self.came, self.left), [], []
         return told
 
@@ -78,7 +77,7 @@ class TestRecorder(PolicyTests):
 
 
 @pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
-async def test_a_policy_is_told_which_save_brought_a_block(count: int) -> None:
+async def test_a_policy_learns_which_save_brought_a_block(count: int) -> None:
     order = Recorder()
     cache = await SimCache.open(slots=2 * LARGE_SAVE, policy=order)
     one, other = cache.keys(*range(count)), cache.keys(*range(1000, 1000 + count))
@@ -95,7 +94,7 @@ async def test_a_policy_is_told_which_save_brought_a_block(count: int) -> None:
     await cache.aclose()
 
 
-async def test_a_policy_is_told_evictions_apart_from_removals() -> None:
+async def test_a_policy_can_distinguish_evictions_from_removals() -> None:
     order = Recorder()
     cache = await SimCache.open(slots=4, policy=order)
     old = cache.keys(1, 2, 3)
@@ -115,7 +114,7 @@ async def test_a_policy_is_told_evictions_apart_from_removals() -> None:
 
 
 @pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
-async def test_a_level_below_tells_its_policy_too(count: int) -> None:
+async def test_a_level_below_informs_its_policy_too(count: int) -> None:
     order, tier = Recorder(), FakeTier(durable=True)
     rule = OffloadRule(when="commit")
     below = LevelSpec(tier, rule, count, policy=order)
@@ -141,7 +140,7 @@ async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
         cache.save(keys)
         await cache.settle()
         saved = {request for request, _ in host.take()[0]}
-        cache.save(cache.keys(count + 1, *range(LARGE_SAVE - 1)))  # all else makes room
+        cache.save(cache.keys(count + 1, *range(LARGE_SAVE - 1)))  # all other blocks are evicted
         await cache.settle()
         host.take()
         assert {*await cache.load(keys)} == {"level1"}
@@ -154,7 +153,7 @@ async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
     await cache.aclose()
 
 
-async def test_recovered_blocks_came_with_no_request() -> None:
+async def test_recovered_blocks_belong_to_no_request() -> None:
     order, tier = Recorder(), FakeTier(durable=True)
     first = await SimCache.open(LevelSpec(tier, OffloadRule(when="commit")))
     keys = first.keys(1, 2, 3)
@@ -168,7 +167,7 @@ async def test_recovered_blocks_came_with_no_request() -> None:
 
 
 async def hits_of_hot_blocks(policy: EvictionPolicy) -> int:
-    """How many of 8 hot blocks a host of 20 slots still has after a scan of 64 blocks."""
+    """Return how many of 8 hot blocks a host of 20 slots still has after a scan of 64 blocks."""
     cache = await SimCache.open(slots=20, policy=policy)
     hot = cache.keys(*range(8))
     cache.save(hot)
@@ -206,7 +205,7 @@ async def test_a_block_that_comes_back_after_its_eviction_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", [37, 145, 200192, *range(40_000, 40_008)])
 @pytest.mark.parametrize("make", [example.S3Fifo, Recorder])
-def test_whole_caches_work_with_it(
+def test_whole_caches_work_with_a_custom_policy(
     seed: int, make: type[EvictionPolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(World, "make_policy", staticmethod(make))

@@ -1,4 +1,4 @@
-"""``kvladder eval``: what codecs cost in a model's answers, and when that is too much."""
+"""``kvladder eval``: the effect of codecs on a model's answers, and limits to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def report(
 
 
 def numbers(out: str) -> dict[str, list[float]]:
-    """By what stands before them, the numbers of a report."""
+    """Return the numbers of a report by their labels."""
     lines = [line.partition(" ") for line in out.splitlines()[1:]]
     return {
         name: [float(one.rstrip("%")) for one in re.findall(r"[-+]?\d[\d.e+-]*%?", rest)]
@@ -47,7 +47,7 @@ def numbers(out: str) -> dict[str, list[float]]:
     }
 
 
-def test_what_loses_nothing_costs_nothing(folder: Path, capsys: Any) -> None:
+def test_a_lossless_codec_changes_no_output(folder: Path, capsys: Any) -> None:
     limits = ["--max-divergence", "0", "--min-agreement", "1"]
     for codec in ("zstd", "[{name: zstd, level: 3, min_saving: 0}, checksum]"):
         code, out, err = report(folder, capsys, "--codec", codec, *limits)
@@ -59,8 +59,8 @@ def test_what_loses_nothing_costs_nothing(folder: Path, capsys: Any) -> None:
         assert "3 prompts, 126 tokens compared" in out  # all but two blocks of each
 
 
-def test_what_loses_more_costs_more_and_saves_bytes(folder: Path, capsys: Any) -> None:
-    """Of Gemma 3: windows alone, layers with full attention alone, and both."""
+def test_a_lossier_codec_changes_more_output_and_saves_bytes(folder: Path, capsys: Any) -> None:
+    """Gemma 3: windows alone, layers with full attention alone, and both."""
     found = {}
     for kinds in ("window", "full", "window,full"):
         said = ["--codec", "fp8", "--kinds", kinds]
@@ -77,7 +77,7 @@ def test_what_loses_more_costs_more_and_saves_bytes(folder: Path, capsys: Any) -
 
 
 def test_narrower_types_and_windows_of_pools_cost_more(folder: Path, capsys: Any) -> None:
-    """Of Llama and Gemma 3; with the model's own type and its own windows they cost nothing."""
+    """Llama and Gemma 3; the model's own type and its own windows change nothing."""
     sizes = {"float32": 1.0, "bfloat16": 0.5, "fp8": 40 / 128, "float8_e5m2": 40 / 128}
     found: dict[str, list[float]] = {}
     for model in ("llama", "gemma3"):
@@ -150,7 +150,7 @@ def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, ca
         (["--codec", "fp8", "--tokens", "31"], r"--tokens: 31 .*32 or more"),
     ],
 )
-def test_what_is_wrong_is_refused(folder: Path, capsys: Any, more: list[str], says: str) -> None:
+def test_wrong_arguments_are_refused(folder: Path, capsys: Any, more: list[str], says: str) -> None:
     code, out, err = report(folder, capsys, *more)
     assert (code, out) == (2, "")
     assert re.search(says, err), err

@@ -1,4 +1,4 @@
-"""Events are bounded and say what they lost; recurring notices are said once a minute."""
+"""Events are bounded and report their losses; recurring notices are logged once a minute."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_listeners_are_called_once_for_all_that_happens_before_it() -> None:
 
     def listener() -> None:
         heard.append("once")
-        buffer.stored("host", [B])  # which is told again
+        buffer.stored("host", [B])  # it is reported again
 
     buffer.listen(listener)
     buffer.stored("host", [])
@@ -84,7 +84,7 @@ def test_a_follower_sees_each_block_once_until_it_takes_them() -> None:
     assert list(changes.take()) == []
 
 
-def test_a_fault_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [0.0, 1.0, 59.0, 61.0, 61.0]
     notices = Notices(lambda: times.pop(0))
     with caplog.at_level(logging.WARNING, "kvladder"):

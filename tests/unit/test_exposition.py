@@ -15,7 +15,7 @@ from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
 
 DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
-"""Statistics that others tell, too."""
+"""Statistics derived from others."""
 QUANTITIES = (
     *("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients", "_requests"),
 )
@@ -25,7 +25,7 @@ EVENTS = (
 )
 
 
-def test_names_follow_the_rules() -> None:
+def test_metric_names_follow_the_rules() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert re.fullmatch(r"kvladder_[a-z_]+", metric.name)
@@ -69,7 +69,7 @@ async def test_each_sample_has_its_labels() -> None:
     assert found["kvladder_tier_reuse_distance_blocks", ("host",)]["counts"][0] == 2
 
 
-async def test_prometheus_reads_what_the_collector_gives() -> None:
+async def test_prometheus_parses_the_output_of_the_collector() -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.parser import text_string_to_metric_families

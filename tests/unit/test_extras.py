@@ -1,4 +1,4 @@
-"""Without the library of an extra, the error of what needs it names the extra that installs it."""
+"""Without the library of an extra, the error names the extra that installs it."""
 
 from __future__ import annotations
 

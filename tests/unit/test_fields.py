@@ -1,4 +1,4 @@
-"""What a namespace is a digest of is kept as text: bounded, without secrets, comparable."""
+"""The fields behind a namespace are kept as text: bounded, without secrets, comparable."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PLAIN = {"engine": "vllm", "config": json.dumps({"rope_scaling": None, "layers":
 
 
 def changed(**fields):
-    """What is said of a namespace with these instead."""
+    """Return the reported changes of a namespace with these fields instead."""
     return changes(told(PLAIN), told({**PLAIN, **fields}))
 
 
-def test_json_is_taken_apart_and_a_change_names_its_leaf():
+def test_a_change_within_json_names_its_leaf():
     assert told(PLAIN) == {
         "engine": "vllm",
         "config.rope_scaling": "null",
@@ -34,13 +34,13 @@ def test_json_is_taken_apart_and_a_change_names_its_leaf():
     assert changes(told(PLAIN), told(PLAIN)) == []
 
 
-def test_an_object_of_a_class_is_taken_apart_too():
+def test_a_change_within_an_object_of_a_class_names_its_leaf_too():
     one, other = (json.dumps(["Own", {"inner": ["Own", {"x": x}]}]) for x in (1, 2))
     assert changes(told({"a": one}), told({"a": other})) == ["a.inner.x changed from 1 to 2"]
     assert told({"a": one}) == {"a": "Own", "a.inner": "Own", "a.inner.x": "1", "block.salt": ""}
 
 
-def test_what_is_readable_is_named_before_digests_and_repeated_changes_once():
+def test_readable_changes_come_before_digests_and_repeated_ones_once():
     whole = {"weights": "ab" * 32, "torch": "2.9", "text": "x" * 500}
     for name in ("hf_config", "hf_text_config"):
         whole[f"vllm.{name}"] = json.dumps({"theta": 1})
@@ -88,7 +88,7 @@ def test_secrets_are_kept_as_digests(fields):
         assert text.endswith(" changed")
 
 
-def test_numbers_under_names_like_token_are_told():
+def test_numbers_under_names_like_token_are_shown():
     assert told({"config": json.dumps({"bos_token_id": 5})})["config.bos_token_id"] == "5"
 
 
@@ -105,7 +105,7 @@ fields_of_any_kind = st.dictionaries(
 
 @pytest.mark.slow
 @given(fields_of_any_kind, fields_of_any_kind)
-def test_anything_is_kept_and_compared(one, other):
+def test_a_value_of_any_kind_is_kept_and_compared(one, other):
     kept = told(one), told(other)
     assert all(map(is_told, kept))
     assert json.loads(json.dumps(kept)) == [*kept]
@@ -122,7 +122,7 @@ def test_anything_is_kept_and_compared(one, other):
         {"n" * 10_000: "x"},
     ],
 )
-def test_what_is_kept_is_bounded(fields):
+def test_the_kept_record_is_bounded(fields):
     kept = told(fields, salt="s")
     assert is_told(kept)
     assert len(json.dumps(kept)) < 2 * BYTES_MAX
@@ -130,5 +130,5 @@ def test_what_is_kept_is_bounded(fields):
 
 
 @pytest.mark.parametrize("wrong", [None, [], 1, {"a": 1}, {1: "a"}, {"a": "x" * (BYTES_MAX + 1)}])
-def test_what_is_none_of_ours_is_told_apart(wrong):
+def test_foreign_records_are_recognized(wrong):
     assert not is_told(wrong)

@@ -48,7 +48,7 @@ def stack(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_engine_finds_its_blocks_while_a_child_of_the_one_before_lives(tmp_path: Path) -> None:
+def test_an_engine_finds_its_blocks_while_a_child_of_its_predecessor_lives(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(tmp_path)], stdout=subprocess.PIPE, cwd=root
@@ -70,7 +70,7 @@ def test_an_engine_finds_its_blocks_while_a_child_of_the_one_before_lives(tmp_pa
 
 
 def in_a_child(what: Any) -> bool:
-    """Whether a forked child finds this to be true."""
+    """Return whether a forked child finds this to be true."""
     child = os.fork()
     if child == 0:
         try:
@@ -80,7 +80,7 @@ def in_a_child(what: Any) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_child_has_no_lock_and_closes_nothing_of_others(tmp_path: Path) -> None:
+def test_a_child_holds_no_lock_and_closes_no_foreign_descriptor(tmp_path: Path) -> None:
     disk = Disk()
     with opened(disk, tmp_path / "LOCK", os.O_RDWR | os.O_CREAT) as fd:
         assert disk.lock(fd)
@@ -90,7 +90,7 @@ def test_a_child_has_no_lock_and_closes_nothing_of_others(tmp_path: Path) -> Non
             assert os.fstat(fd).st_ino != number
             other = os.open(tmp_path / "LOCK", os.O_RDWR)
             disk.close(fd)
-            return not disk.lock(other)  # its owner has it
+            return not disk.lock(other)  # its owner holds it
 
         assert in_a_child(stands_for_nothing)
         with opened(disk, tmp_path / "LOCK", os.O_RDWR) as other:
@@ -139,7 +139,7 @@ def test_a_child_that_closes_a_control_socket_leaves_it_to_its_owner(tmp_path: P
 
 
 def test_forks_wait_until_a_lock_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a child would keep what is just being closed."""
+    """Otherwise a child would keep a descriptor that is being closed."""
     fd = os.open(tmp_path / "LOCK", os.O_RDWR | os.O_CREAT)
     begun, go_on, closing = threading.Event(), threading.Event(), os.close
 

@@ -1,4 +1,4 @@
-"""The inbox holds claims on the slots of what waits, and its least valuable block gives way."""
+"""The write queue holds claims on the slots of its blocks, and drops its least valuable block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add(inbox: WriteQueue, arena: Arena, name: str, priority: int) -> Slot:
     return leased[0]
 
 
-def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
+def test_the_write_queue_is_first_in_first_out_and_passes_claims_on(arena: Arena) -> None:
     inbox = WriteQueue(arena, blocks_max=4)
     slots = [add(inbox, arena, name, 35) for name in "abc"]
     assert arena.free == 5
@@ -44,7 +44,7 @@ def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
     assert arena.free == 8
 
 
-def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
+def test_the_youngest_block_of_the_lowest_priority_is_dropped_first(arena: Arena) -> None:
     inbox = WriteQueue(arena, blocks_max=3)
     for name, priority in (("a", 35), ("b", 20), ("c", 20)):
         assert inbox.loser(100) is None, "there is room"
@@ -63,7 +63,7 @@ def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
         inbox.remove([BlockKey(name.encode())])
 
 
-def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
+def test_blocks_above_the_spare_room_of_their_salt_are_found(arena: Arena) -> None:
     inbox = WriteQueue(arena, blocks_max=8)
     for number, salt in enumerate(("a", "b", "a", "", "a", "b")):
         slots = arena.lease(1) or []

@@ -26,7 +26,7 @@ def index_of(*priorities: int, ttl: bool = False) -> LevelIndex[int]:
     return index
 
 
-def test_finds_the_longest_prefix() -> None:
+def test_the_index_finds_the_longest_prefix() -> None:
     index = index_of(35, 35, 35)
     assert index.prefix([key(0), key(1), key(9), key(2)]) == 2
     assert index.prefix([key(0), key(2)]) == 2
@@ -37,7 +37,7 @@ def test_finds_the_longest_prefix() -> None:
     assert index.key_at(99) is None
 
 
-def test_where_blocks_were_is_believed_only_while_they_are_there() -> None:
+def test_remembered_places_count_only_while_blocks_are_there() -> None:
     index, keys = index_of(35, 35), [key(0), key(1)]
     for known in ([], [0, 1], [1, 0], [10**6, 0]):
         assert [*(index.lasting(keys, known) or ())] == [0, 1]
@@ -49,7 +49,7 @@ def test_where_blocks_were_is_believed_only_while_they_are_there() -> None:
 
 
 @pytest.mark.parametrize("order", ["up", "down", "one twice as far", "shuffled"])
-def test_many_blocks_lie_at_the_places_that_were_named(order: str) -> None:
+def test_many_blocks_are_indexed_at_their_given_places(order: str) -> None:
     places = {
         "up": [*range(100)],
         "down": [*range(99, -1, -1)],
@@ -170,7 +170,7 @@ def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
     assert without.expires_s(0) == inf
 
 
-def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
+def test_recovered_blocks_are_held_like_inserted_ones() -> None:
     items = [
         RecoveredBlock(key(0), 5, Facts(80, 40)),
         RecoveredBlock(key(1), 0, Facts(35, 35, 1010.0)),
@@ -188,7 +188,7 @@ def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
         index.fill([RecoveredBlock(key(2), 5)], behind_s=0.0, here=2)
 
 
-def test_equals_a_sorted_list() -> None:
+def test_the_index_equals_a_sorted_list() -> None:
     rng = random.Random(7)
     index, model = LevelIndex[int](PrioritizedLRU()), dict[int, tuple[int, int]]()
     for step in range(3000):

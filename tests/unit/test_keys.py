@@ -40,7 +40,7 @@ class Prompt:
         return keys.chain(self.tokens, parent=root, extra=self.extra)
 
     def prefix(self, blocks: int) -> tuple[object, ...]:
-        """What the key of the last of so many blocks must depend on, and nothing else."""
+        """Return all that the key of the block at this position depends on, and nothing else."""
         end = blocks * self.block_tokens
         extra = tuple(sorted((at, content) for at, content in self.extra if at < end))
         names = (frozenset(self.fields), self.deployment, self.block_tokens, self.salt, self.lora)
@@ -64,7 +64,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 @given(left=prompts(), right=prompts())
-def test_equal_if_and_only_if_all_that_they_bind_is_equal(left: Prompt, right: Prompt) -> None:
+def test_keys_are_equal_if_and_only_if_all_their_inputs_are(left: Prompt, right: Prompt) -> None:
     for i, one in enumerate(left.keys(), 1):
         for j, other in enumerate(right.keys(), 1):
             assert (one == other) == (left.prefix(i) == right.prefix(j))
@@ -87,7 +87,7 @@ def test_one_change_changes_every_key_after_it_and_none_before(
 
 
 @given(tokens=TOKENS, split=st.integers(0, 3))
-def test_a_chain_goes_on_where_another_ended(tokens: list[int], split: int) -> None:
+def test_a_chain_continues_from_the_end_of_another(tokens: list[int], split: int) -> None:
     keys = scheme(block_tokens=2)
     whole = keys.chain(tokens)
     head = keys.chain(tokens[: 2 * split])
@@ -102,15 +102,15 @@ def test_keys_are_long_digests_of_whole_blocks() -> None:
     assert scheme().chain(range(3)) == []
 
 
-def test_the_chain_is_what_the_documentation_says() -> None:
-    """Worked out anew: other programs may have to make the same keys."""
+def test_the_chain_matches_the_documentation() -> None:
+    """Computed independently: other programs may have to make the same keys."""
     keys = scheme()
     first = hashlib.sha256(keys.root() + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
     second = hashlib.sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
     assert keys.chain([1, 2, 3, 2**32 - 1, 5, 6, 7, 8]) == [first, second]
 
 
-def test_names_are_those_of_earlier_versions() -> None:
+def test_names_match_those_of_earlier_versions() -> None:
     """Written down: other names would make every cache that exists cold."""
     space = namespace({"model": "m", "dtype": "bfloat16"}, salt="deployment")
     assert space.hex()[:32] == "fed3d2c0f73e874296e1a54bbc90dd1c"
@@ -176,7 +176,7 @@ def test_u14_loras_salts_and_contents_never_share_a_block() -> None:
     ], "inside each of them reuse is full"
 
 
-def test_an_image_in_the_second_block_leaves_the_first() -> None:
+def test_an_image_in_the_second_block_leaves_the_first_key_unchanged() -> None:
     keys = scheme()
     plain, with_image = keys.chain(range(12)), keys.chain(range(12), extra=[(5, b"cat")])
     assert plain[0] == with_image[0]
@@ -189,7 +189,7 @@ def test_the_order_of_extras_does_not_matter() -> None:
     assert keys.chain(range(8), extra=extra) == keys.chain(range(8), extra=extra[::-1])
 
 
-def test_names_cannot_run_into_each_other() -> None:
+def test_names_of_different_fields_do_not_collide() -> None:
     spaces = [
         namespace({"a": "bc"}),
         namespace({"ab": "c"}),
@@ -211,11 +211,11 @@ def test_strange_tokens_are_refused(token: object) -> None:
 
 
 @pytest.mark.parametrize("offset", [-1, 4])
-def test_an_extra_lies_among_the_tokens(offset: int) -> None:
+def test_an_extra_outside_the_tokens_is_refused(offset: int) -> None:
     with pytest.raises(ValueError, match="extra at token"):
         scheme().chain(range(4), extra=[(offset, b"x")])
 
 
-def test_a_block_has_tokens() -> None:
+def test_a_block_without_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 tokens"):
         scheme(0)

@@ -22,7 +22,7 @@ def test_a_slot_is_whole_pages(size: int, slot: int) -> None:
     assert slot % PAGE_BYTES == 0
 
 
-def test_whatever_differs_gives_another_namespace() -> None:
+def test_every_difference_gives_another_namespace() -> None:
     layouts = [
         Layout(16, 4096),
         Layout(32, 4096),
@@ -47,6 +47,6 @@ def test_a_field_cannot_take_the_place_of_a_size() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(0, 4096), (-1, 4096), (16, 0), (16, -4096)])
-def test_sizes_are_positive(tokens: int, size: int) -> None:
+def test_sizes_below_one_are_refused(tokens: int, size: int) -> None:
     with pytest.raises(ConfigError, match="1 or more"):
         Layout(tokens, size)

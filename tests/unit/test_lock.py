@@ -1,4 +1,4 @@
-"""The lock of a cache: reentrant, and whoever works in the background lets others go first."""
+"""The lock of a cache: reentrant, and background threads let others go first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvladder.lock import StackLock, holding
 from tests.patience import until
 
 
-def test_is_held_by_one_thread_as_often_as_it_likes() -> None:
+def test_the_lock_is_reentrant_for_one_thread() -> None:
     lock = StackLock()
     seen: list[bool] = []
     with lock:
@@ -24,7 +24,7 @@ def test_is_held_by_one_thread_as_often_as_it_likes() -> None:
     assert seen == [False, False]
 
 
-def test_the_holder_in_the_background_is_not_next_where_another_waits() -> None:
+def test_a_background_holder_yields_the_lock_to_a_waiting_thread() -> None:
     lock, order = StackLock(), list[str]()
     held = threading.Event()
 
@@ -52,7 +52,7 @@ def test_the_holder_in_the_background_is_not_next_where_another_waits() -> None:
     assert order == ["background", "engine", *["background again"] * 3]
 
 
-def test_who_comes_later_goes_before_those_in_the_background() -> None:
+def test_a_later_thread_goes_before_background_ones() -> None:
     lock, order = StackLock(), list[str]()
     asked = threading.Event()
 
@@ -78,7 +78,7 @@ def test_who_comes_later_goes_before_those_in_the_background() -> None:
     assert order == ["engine", "background"]
 
 
-def test_nobody_is_let_in_twice() -> None:
+def test_the_lock_admits_one_thread_at_a_time() -> None:
     lock, inside, most = StackLock(), list[int](), list[int]()
 
     def work(*, patient: bool) -> None:

@@ -1,4 +1,4 @@
-"""The package at a Python prompt: its names, its version, its command, and what its objects say."""
+"""The package at a Python prompt: its names, its version, its command, and the reprs of objects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_module_is_the_command():
     assert wrong.stderr.startswith("usage: kvladder check ")
 
 
-def test_objects_say_what_they_are_and_in_which_state():
+def test_reprs_show_what_an_object_is_and_its_state():
     cache = kvladder.open_cache(STACK, layout=LAYOUT)
     namespace = cache.namespace.hex()[:16]
     what = f"<TierStack: host, cold>, 8 slots of 4 KiB, namespace {namespace}>"
@@ -68,7 +68,7 @@ def test_objects_say_what_they_are_and_in_which_state():
     assert repr(MemoryTier()) == "<MemoryTier: CPU, not durable, not open yet>"
 
 
-def test_a_connector_says_its_jobs_and_its_cache():
+def test_the_repr_of_a_connector_shows_its_jobs_and_its_cache():
     torch = pytest.importorskip("torch")
     from kvladder.connectors.inline import InlineConnector
 

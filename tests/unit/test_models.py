@@ -1,4 +1,4 @@
-"""What a config.json says: one token run through every type of model, and rules that read files."""
+"""Models from config.json: one token run through every type of model, and rules that read files."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ RUNNABLE: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""What a class's own defaults lack for a model that can be made of them."""
+"""Values that a class's own defaults lack for a working model."""
 
 REVIEWED = "5.19."
-"""The version of transformers whose types the tables here and in the rules were read for."""
+"""The version of transformers for which the tables here and in the rules were checked."""
 LAYERS = 8
 """Enough to see which layers have windows, and few enough to be made in a moment."""
 DEEP = ("gemma3n_text", "gpt_neo", "prophetnet", "zamba", "zamba2")
-"""Types whose other defaults are for another number of layers."""
+"""Types with other defaults made for another number of layers."""
 
 NOT_RUN = {
     "blt": "made of several models, each with a cache",
@@ -90,7 +90,7 @@ def shapes(layers: list[Layer]) -> list[tuple[int, int | None]]:
 
 
 class Asked(dict[str, Any]):
-    """A file's values, and which of them were asked for."""
+    """A file's values, and the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -104,7 +104,7 @@ class Asked(dict[str, Any]):
 def read(
     folder: Path, values: dict[str, Any], asked: set[str] | None = None
 ) -> list[tuple[int, int | None]] | None:
-    """What the rules say; None if they refuse. Adds to ``asked`` the keys that they read."""
+    """Return the result of the rules, None if they refuse; ``asked`` gets the keys read."""
     model = ModelFile(written(folder, values), dtype="bfloat16", hint="")
     model.values = seen = Asked(model.values)
     try:
@@ -134,7 +134,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", all_types())
 def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
-    """Rules say of each type what one token shows, or refuse, whatever the file leaves out."""
+    """The rules give for each type the result of one token, or refuse, whatever is left out."""
     from transformers import AutoConfig
 
     if name.startswith("musicgen"):
@@ -167,7 +167,7 @@ def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
         assert ruled is None or left in (None, ruled), f"{key} is left out"
 
 
-def test_there_are_no_exceptions_of_types_that_are_gone() -> None:
+def test_exceptions_name_only_types_that_exist() -> None:
     types = all_types()
     if not types:
         pytest.skip("the tables are of another version of transformers, or there is none")
@@ -180,7 +180,9 @@ def test_there_are_no_exceptions_of_types_that_are_gone() -> None:
     ("name", "size"),
     [("gemma4_unified_text", 143_360), ("gemma4_text", 143_360), ("deepseek_v32", 85_888)],
 )
-def test_bytes_that_no_rule_tells(name: str, size: int, tmp_path: Path, capsys: Any) -> None:
+def test_bytes_per_token_come_from_one_token_where_no_rule_applies(
+    name: str, size: int, tmp_path: Path, capsys: Any
+) -> None:
     pytest.importorskip("transformers")
     folder = written(tmp_path, {"model_type": name, "dtype": "bfloat16"})
     assert bytes_per_token(folder) == size
@@ -193,7 +195,7 @@ def test_bytes_that_no_rule_tells(name: str, size: int, tmp_path: Path, capsys: 
 
 @pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("key", REFUSED_KEYS)
-def test_what_is_not_understood_is_refused_by_name(key: str, tmp_path: Path) -> None:
+def test_unknown_keys_are_refused_by_name(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"config.json: {key}: what layers keep"):
         bytes_per_token(written(tmp_path, {**BASE, key: [1]}))
     for none in (None, False):
@@ -202,14 +204,14 @@ def test_what_is_not_understood_is_refused_by_name(key: str, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("name", REFUSED_TYPES)
-def test_a_type_that_is_not_understood_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_unknown_type_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model_type: what layers of"):
         bytes_per_token(written(tmp_path, {**BASE, "model_type": name}))
 
 
 @pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("key", STATED)
-def test_what_only_a_class_knows_is_asked_for(key: str, tmp_path: Path) -> None:
+def test_a_missing_value_that_only_the_class_knows_is_refused(key: str, tmp_path: Path) -> None:
     stated = {**BASE, **dict.fromkeys(STATED, 1), "layer_types": ["full_attention"] * 8}
     for name in STATED[key].split():
         values = {each: value for each, value in stated.items() if each != key}
@@ -247,7 +249,7 @@ WINDOWS: list[tuple[dict[str, Any], list[int | None]]] = [
 
 @pytest.mark.parametrize("there", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize(("values", "expected"), WINDOWS)
-def test_windows_that_files_state(
+def test_windows_are_read_from_config_json(
     values: dict[str, Any],
     expected: list[int | None],
     there: bool,
@@ -275,7 +277,7 @@ def test_windows_that_files_state(
         ({"model_type": "llama4_text", "no_rope_layers": [1, 0] * 4}, [8192, None] * 4),
     ],
 )
-def test_windows_where_the_class_has_them(
+def test_windows_are_taken_from_the_class_where_it_has_them(
     values: dict[str, Any], expected: list[int | None], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
@@ -294,7 +296,7 @@ def test_windows_where_the_class_has_them(
         ("DEEPSEEK_V3", 70_272),
     ],
 )
-def test_real_models_without_transformers(name: str, size: int, tmp_path: Path) -> None:
+def test_real_models_are_sized_without_transformers(name: str, size: int, tmp_path: Path) -> None:
     found = kept_by(written(tmp_path, getattr(models, name)))
     layers = [one for one in found.resources if isinstance(one, Layer)]
     assert sum(layer.token_bytes for layer in layers) == size
@@ -311,7 +313,9 @@ def test_a_model_that_transformers_does_not_know_is_read(tmp_path: Path) -> None
     assert "does not know 'chatglm'" in found.how
 
 
-def test_nothing_is_asked_to_be_left_out_that_is_required(tmp_path: Path, capsys: Any) -> None:
+def test_an_error_never_advises_to_leave_out_a_required_argument(
+    tmp_path: Path, capsys: Any
+) -> None:
     folder = str(written(tmp_path, {**BASE, "block_configs": [1]}))
     assert main(["size", "--model", folder, "--memory", "1GiB", "--context", "64"]) == 2
     said = capsys.readouterr().err

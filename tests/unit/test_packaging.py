@@ -1,4 +1,4 @@
-"""What a package index shows: README whose links lead somewhere, and addresses."""
+"""The page of a package index: the README with working links, and addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def built(monkeypatch):
-    """Run setup.py with this address of the public repository; returns what it gives to setup."""
+    """Run setup.py with this address of the public repository; return its arguments to setup."""
 
     def build(url):
         given = {}

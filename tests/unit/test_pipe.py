@@ -81,13 +81,13 @@ ERRORS: dict[str, BaseException] = {
 
 
 class Target:
-    """Answers calls, and keeps what happened."""
+    """Answers calls, and records them."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.let_go = asyncio.Event()
         self.obeys = True
-        """Whether a call that is cancelled ends at once."""
+        """Whether a cancelled call ends at once."""
 
     async def double(self, number: int) -> int:
         self.events.append(f"double {number}")
@@ -141,11 +141,11 @@ class Ends(NamedTuple):
     near: Pipe
     far: Pipe
     calls: Calls
-    """What calls the far end."""
+    """The interface to call the far end."""
     back: Calls
-    """What the far end has to call the near one."""
+    """The far end's interface to call the near one."""
     target: Target
-    """What the far end answers with."""
+    """The far end's methods."""
     near_target: Target
     near_writer: asyncio.StreamWriter
     far_writer: asyncio.StreamWriter
@@ -197,10 +197,10 @@ async def ended(pipe: Pipe, calls: Calls, why: str) -> None:
     await calls.begin(2)
 
 
-# ---- what is sent
+# ---- messages
 
 
-async def test_arguments_and_results_are_what_their_types_say() -> None:
+async def test_arguments_and_results_keep_their_types() -> None:
     async with piped() as ends:
         record = Record([Pair(1, "a"), Pair(2, "b")], b"\0\xff")
         assert await ends.calls.turn(record, (b"x", b"y")) == Record(
@@ -261,7 +261,7 @@ async def test_an_argument_that_cannot_be_encoded_fails_its_call_alone(wrong: An
         await works(ends)
 
 
-async def test_a_checker_of_types_and_the_call_itself_refuse_what_the_interface_lacks() -> None:
+async def test_calls_outside_the_interface_are_refused_by_type_checkers_and_at_run_time() -> None:
     async with piped() as ends:
         with pytest.raises(TierError):
             await ends.calls.double("7")  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ async def test_a_wrong_result_fails_its_call_alone(what: str) -> None:
         await works(ends)
 
 
-async def test_what_is_too_long_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_too_long_message_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvladder.children.messages.FRAME_BYTES_MAX", 400)
     async with piped() as ends:
         with pytest.raises(TierError, match="a message of .* bytes, at most 400"):
@@ -330,7 +330,7 @@ async def test_an_error_of_a_method_is_raised_by_its_call(
         await works(ends)
 
 
-async def test_what_no_caller_waits_for_is_reported_to_the_loop() -> None:
+async def test_errors_without_a_waiting_caller_are_reported_to_the_loop() -> None:
     faults = list[str]()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, told: faults.append(str(told["exception"])))
@@ -349,7 +349,7 @@ async def test_what_no_caller_waits_for_is_reported_to_the_loop() -> None:
 # ---- calls that are cancelled
 
 
-async def test_a_cancelled_call_ends_when_it_has_ended_over_there(
+async def test_a_cancelled_call_ends_once_the_other_end_has_ended_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late, timers = list[int](), list[asyncio.TimerHandle]()
@@ -398,7 +398,7 @@ async def test_a_call_can_be_cancelled_at_any_moment() -> None:
         await works(ends)
 
 
-async def test_a_call_that_is_late_to_end_is_told_of_once() -> None:
+async def test_a_call_that_ends_late_is_reported_once() -> None:
     late = asyncio.Event()
     async with piped(late=late.set, late_s=0.01) as ends:
         ends.target.obeys = False
@@ -416,7 +416,7 @@ async def test_a_call_that_is_late_to_end_is_told_of_once() -> None:
 # ---- the end
 
 
-async def test_at_the_end_calls_here_end_first_then_the_child_then_calls_over_there() -> None:
+async def test_an_end_stops_incoming_calls_then_the_child_then_outgoing_calls() -> None:
     order, child = list[str](), asyncio.Event()
 
     async def died(fault: str) -> str:

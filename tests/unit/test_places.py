@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 
 
-def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:
+def test_places_are_given_out_lowest_neighbours_first_and_never_twice() -> None:
     places = PlaceAllocator(4)
     assert places.take(3) == [0, 1, 2]
     assert places.take(3) == [3]
@@ -39,7 +39,7 @@ def test_a_read_of_a_wanted_place_frees_nothing() -> None:
     assert places.free == 0
 
 
-def test_a_full_medium_is_worked_within_and_tried_again_later() -> None:
+def test_a_full_medium_limits_the_places_and_is_tried_again_later() -> None:
     places = PlaceAllocator(10)
     assert places.take(2) == [0, 1]
     failed = places.take(2)

@@ -109,7 +109,7 @@ def drained(policy: PrioritizedLRU) -> list[int]:
 
 
 def test_a_handle_is_pushed_once_and_removed_once() -> None:
-    """E-9, as far as the policy sees it: a mistake is found out and changes nothing."""
+    """E-9 from the policy's view: a mistake is detected and changes nothing."""
     policy = PrioritizedLRU()
     policy.push(3, 35)
     with pytest.raises(AssertionError):
@@ -129,7 +129,7 @@ def test_priorities_are_in_range(priority: int) -> None:
         PrioritizedLRU().push(0, priority)
 
 
-def test_e3_released_to_the_front_is_next_and_released_normally_is_not() -> None:
+def test_e3_a_block_released_to_the_front_is_next_and_others_are_not() -> None:
     policy = PrioritizedLRU()
     for block in range(2, 8):
         policy.push(block, PRIORITY_DEFAULT)
@@ -139,7 +139,7 @@ def test_e3_released_to_the_front_is_next_and_released_normally_is_not() -> None
     assert policy.pop() != 1
 
 
-def test_e4_released_b2_then_b1_they_go_in_this_order_after_the_others() -> None:
+def test_e4_blocks_released_as_b2_then_b1_leave_in_this_order_after_the_others() -> None:
     policy = PrioritizedLRU()
     for block in range(8):
         policy.push(block, PRIORITY_DEFAULT)
@@ -163,7 +163,7 @@ def test_e14_after_the_lower_priority_is_empty_the_higher_one_gives() -> None:
     assert drained(policy) == [0, 1, 2, 3]
 
 
-def test_q8_capacity_3_insert_0_1_2_touch_0_insert_3_the_victim_is_1() -> None:
+def test_q8_with_capacity_3_the_least_recently_used_block_is_the_victim() -> None:
     policy = PrioritizedLRU()
     for block in range(3):
         policy.push(block, PRIORITY_DEFAULT)
@@ -203,16 +203,16 @@ def test_e5_and_e12_a_threshold_is_inclusive() -> None:
     assert not rule_.admits(34, 0), "E-12: one less"
 
 
-def test_a_rule_wants_its_hits() -> None:
+def test_a_rule_requires_its_hits() -> None:
     rule_ = OffloadRule(min_hits=2)
     assert [rule_.admits(100, hits) for hits in range(4)] == [False, False, True, True]
 
 
-def test_a_level_that_others_write_to_takes_nothing() -> None:
+def test_a_rule_of_never_admits_no_block() -> None:
     assert not OffloadRule(when="never").admits(100, 5)
 
 
 @pytest.mark.parametrize("wrong", [{"min_priority": 101}, {"min_hits": -1}, {"ttl_s": 0.0}])
-def test_a_rule_makes_sense(wrong: dict[str, Any]) -> None:
+def test_an_impossible_rule_is_a_bug(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         OffloadRule(**wrong)

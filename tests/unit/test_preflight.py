@@ -1,4 +1,4 @@
-"""What a configuration names is looked at before anything is opened."""
+"""Resources named in a configuration are examined before anything is opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(path, **more):
     return {"name": "disk", "type": "files", "path": str(path), "capacity": "1 MiB", **more}
 
 
-def test_what_is_there_is_told(tmp_path):
+def test_preflight_reports_existing_resources(tmp_path):
     found = preflight(config(files(tmp_path / "kv")))
     assert (found.warnings, found.errors) == ([], [])
     facts = found.facts["disk"]
@@ -40,19 +40,19 @@ def test_what_is_there_is_told(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_it_may_be_asked_while_an_event_loop_runs(tmp_path):
+def test_preflight_works_while_an_event_loop_runs(tmp_path):
     async def ask():
         return preflight(config(files(tmp_path)))
 
     assert asyncio.run(ask()).errors == []
 
 
-def test_a_capacity_that_the_disk_does_not_have(tmp_path):
+def test_a_capacity_beyond_the_disk_is_reported(tmp_path):
     (warning,) = preflight(config(files(tmp_path, capacity="1000 TiB"))).warnings
     assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, and {tmp_path} has room for ")
 
 
-def test_an_arena_that_the_machine_does_not_have(monkeypatch, tmp_path):
+def test_an_arena_beyond_the_machines_memory_is_reported(monkeypatch, tmp_path):
     (tmp_path / "proc").mkdir()
     monkeypatch.setattr(module, "_ROOT", tmp_path)
     meminfo = tmp_path / "proc" / "meminfo"
@@ -67,7 +67,7 @@ def test_an_arena_that_the_machine_does_not_have(monkeypatch, tmp_path):
     assert preflight(config()).warnings == []
 
 
-def test_a_directory_that_cannot_be_used(tmp_path):
+def test_an_unusable_directory_is_reported(tmp_path):
     (tmp_path / "file").touch()
     for path, says in (
         (tmp_path / "none" / "kv", f"{tmp_path / 'none'} does not exist"),
@@ -83,7 +83,7 @@ def test_a_directory_that_cannot_be_used(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tier_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_an_isolated_tier_is_examined_in_its_process(tmp_path, monkeypatch):
     monkeypatch.setitem(registry._registered, ("tiers", "unruly"), UnrulyTier)
     order = tmp_path / "order"
     unruly = {"type": "unruly", "path": str(order), "capacity": "1 MiB", "isolate": True}
@@ -97,7 +97,7 @@ def test_a_tier_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert (found.errors, "unruly" in found.facts) == ([], False)
 
 
-def test_a_key_that_is_not_set(monkeypatch, tmp_path):
+def test_a_missing_key_is_reported(monkeypatch, tmp_path):
     monkeypatch.delenv("KVLADDER_KEY", raising=False)
     coded = config(files(tmp_path, codecs=["zstd", "aes-gcm"]))
     (error,) = preflight(coded).errors
@@ -108,13 +108,13 @@ def test_a_key_that_is_not_set(monkeypatch, tmp_path):
     assert "cryptography" in found.facts["libraries"]
 
 
-def test_a_control_socket_without_a_directory(tmp_path):
+def test_a_control_socket_without_a_directory_is_reported(tmp_path):
     (error,) = preflight(config(control=str(tmp_path / "none" / "socket"))).errors
     assert error.path == "control.path"
     assert not preflight(config(control=str(tmp_path / "socket"))).errors
 
 
-def test_a_control_socket_that_cannot_have_its_name(tmp_path):
+def test_a_control_socket_that_cannot_have_its_name_is_reported(tmp_path):
     (tmp_path / "file").touch()
     for name, says in (("x" * 120, "a socket's name has at most 107 bytes"), ("file", "no socket")):
         (error,) = preflight(config(control=str(tmp_path / name))).errors
@@ -125,7 +125,7 @@ def test_a_control_socket_that_cannot_have_its_name(tmp_path):
     assert not preflight(config(control=str(tmp_path / "left"))).errors
 
 
-def test_addresses_for_events():
+def test_addresses_for_events_are_checked():
     pytest.importorskip("zmq")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -146,7 +146,7 @@ def test_addresses_for_events():
         ("no-such-library-at-all>=1 ; extra == 'encryption'", "kvladder[encryption]"),
     ],
 )
-def test_a_library_that_does_not_fit(monkeypatch, required, says):
+def test_a_library_of_the_wrong_version_is_reported(monkeypatch, required, says):
     monkeypatch.setattr(module, "requires", lambda _: [required, "absent>1; extra == 'vllm'"])
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     coded = {"type": "memory", "capacity": "1 MiB", "codecs": ["aes-gcm"]}
@@ -157,7 +157,7 @@ def test_a_library_that_does_not_fit(monkeypatch, required, says):
     assert says in str(error)
 
 
-def test_check_looks_there_unless_it_is_told_not_to(tmp_path, capsys, monkeypatch):
+def test_check_examines_resources_unless_offline(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVLADDER_KEY", raising=False)
     stack = tmp_path / "stack.yaml"
     text = f"""
@@ -192,7 +192,7 @@ def warned(caplog, source):
         return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
 
-def test_every_start_says_what_the_command_line_warns_of(tmp_path, caplog, monkeypatch):
+def test_every_start_logs_the_warnings_of_check(tmp_path, caplog, monkeypatch):
     unchecked = files(tmp_path / "kv", capacity="16 MiB", codecs=[])
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, unchecked]}
     monkeypatch.setattr(disk, "space", lambda _directory: (0, 4096))
@@ -205,9 +205,7 @@ def test_every_start_says_what_the_command_line_warns_of(tmp_path, caplog, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["hang", "exit", ""])
 @pytest.mark.parametrize("isolate", [True, False])
-def test_a_start_does_not_wait_for_a_tier_that_says_nothing(
-    tmp_path, caplog, monkeypatch, order, isolate
-):
+def test_a_start_does_not_wait_for_a_silent_tier(tmp_path, caplog, monkeypatch, order, isolate):
     if order == "exit" and not isolate:
         pytest.skip("it would end this process")
     monkeypatch.setitem(registry._registered, ("tiers", "unruly"), UnrulyTier)

@@ -34,7 +34,7 @@ GOLDEN = (
 )
 
 
-def test_the_bytes_are_those_of_vllm() -> None:
+def test_event_bytes_match_those_of_vllm() -> None:
     stored = BlockStored([11, 12], None, [1, 2, 3, 4], 2, None, "CPU", None)
     batch = Batch(1.5, [stored, BlockRemoved([11], "CPU"), AllBlocksCleared()], 0)
     assert msgspec.msgpack.encode(batch).hex() == GOLDEN
@@ -72,14 +72,14 @@ class Listener:
             self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
 
     def listen(self, wait_ms: int = 20) -> None:
-        """Take what has arrived."""
+        """Take all messages that have arrived."""
         while self.subscriber.poll(wait_ms):
             topic, number, payload = self.subscriber.recv_multipart()
             assert topic == b"kv.cache"
             self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
 
     def held(self) -> dict[str | None, set[Any]]:
-        """What the batches say that each level holds."""
+        """Return the blocks of each level according to the batches."""
         found: dict[str | None, set[Any]] = {}
         for number in sorted(self.batches):
             for event in self.batches[number].events:
@@ -133,7 +133,7 @@ def settled(cache: CacheManager) -> None:
 
 
 def heard(cache: CacheManager, listener: Listener, batches: int) -> None:
-    """Save blocks until so many batches came: what is sent before it has subscribed is lost."""
+    """Save blocks until this many batches arrived: earlier ones than the subscription are lost."""
     for number in range(1000, 1200):
         save(cache, number)
         settled(cache)
@@ -150,7 +150,9 @@ def indexes(cache: CacheManager) -> dict[str | None, set[Any]]:
 
 
 @pytest.mark.slow
-def test_a_listener_knows_what_each_level_holds(cache: CacheManager, listener: Listener) -> None:
+def test_a_listener_follows_the_blocks_of_each_level(
+    cache: CacheManager, listener: Listener
+) -> None:
     first = save(cache, 1, 2, 3)
     heard(cache, listener, 1)
     listener.ask(0)
@@ -172,7 +174,7 @@ def test_a_listener_knows_what_each_level_holds(cache: CacheManager, listener: L
 
 @pytest.mark.slow
 @pytest.mark.parametrize("events", [{"buffer": 2}], indirect=True)
-def test_whoever_comes_too_late_for_a_replay_is_told_everything_anew(
+def test_a_listener_too_late_for_a_replay_gets_everything_again(
     cache: CacheManager, listener: Listener
 ) -> None:
     heard(cache, listener, 3)
@@ -185,7 +187,7 @@ def test_whoever_comes_too_late_for_a_replay_is_told_everything_anew(
 
 
 @pytest.mark.slow
-def test_what_an_earlier_process_left_is_announced(events: dict[str, Any], tmp_path: Path) -> None:
+def test_blocks_of_an_earlier_process_are_announced(events: dict[str, Any], tmp_path: Path) -> None:
     with open_cache(source(events, tmp_path), layout=LAYOUT) as cache:
         keys = save(cache, 1, 2)
         settled(cache)

@@ -38,7 +38,7 @@ def installed(monkeypatch):
     registry._found.cache_clear()
 
 
-def test_what_comes_with_kvladder_needs_no_metadata(installed):
+def test_built_in_names_need_no_metadata(installed):
     assert registry.load("tiers", "memory") is MemoryTier
     assert registry.load("policies", "prioritized-lru") is PrioritizedLRU
 
@@ -57,13 +57,13 @@ def test_names_are_known_before_their_modules_are_imported(installed):
         registry.load("tiers", "broken")
 
 
-def test_a_missing_attribute_is_said(installed):
+def test_a_missing_attribute_is_reported(installed):
     installed("some-tiers", "tiers", "broken", "kvladder.tiers.memory:Nothing")
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*Nothing"):
         registry.load("tiers", "broken")
 
 
-def test_an_unknown_name_has_a_path_and_the_nearest_name(installed):
+def test_an_unknown_name_is_reported_with_its_path_and_the_nearest_name(installed):
     with pytest.raises(
         ConfigError, match=r"unknown tier type 'flies'.*did you mean 'files'"
     ) as got:
@@ -71,7 +71,7 @@ def test_an_unknown_name_has_a_path_and_the_nearest_name(installed):
     assert got.value.path == "tiers[1].type"
 
 
-def test_a_name_like_no_other_lists_all(installed):
+def test_an_unknown_name_without_a_near_one_lists_all(installed):
     with pytest.raises(ConfigError, match="expected one of: files, host, memory"):
         registry.load("tiers", "zzzz")
 
@@ -89,7 +89,7 @@ def test_two_packages_cannot_share_a_name(installed):
         registry.load("tiers", "bucket")
 
 
-def test_the_same_claim_twice_is_one(installed):
+def test_a_repeated_claim_counts_once(installed):
     installed("one", "tiers", "bucket", MEMORY)
     installed("one", "tiers", "bucket", MEMORY)
     assert registry.load("tiers", "bucket") is MemoryTier
@@ -105,7 +105,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
 
 
-def test_a_process_registers_its_own(installed, registered):
+def test_a_process_may_register_classes_of_its_own(installed, registered):
     class Mine(MemoryTier):
         pass
 

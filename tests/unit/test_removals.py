@@ -30,7 +30,7 @@ def test_a_removal_counts_until_it_has_ended() -> None:
     assert three.key not in removals
 
 
-def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
+def test_ending_a_removal_does_not_scan_the_others(monkeypatch) -> None:
     removals = RemovalQueue()
     waiting = [Ref(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
     removals.add(waiting)

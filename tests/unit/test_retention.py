@@ -87,7 +87,7 @@ def test_prompt_blocks_in_no_range_get_the_default_for_good() -> None:
     assert found == [(20, None), (90, None), (20, None)]
 
 
-def test_without_anything_every_block_has_the_default() -> None:
+def test_without_a_retention_every_block_has_the_default() -> None:
     found = Retention().of_blocks(range(3), block_tokens=4, prompt_tokens=8)
     assert found == [(PRIORITY_DEFAULT, None)] * 3
 
@@ -122,7 +122,7 @@ def test_both_answers_agree_with_a_list_of_tokens(cuts: list[int], block: int, t
     assert found == [(PRIORITY_DEFAULT if p is None else p, None) for p in expected]
 
 
-# ---- how long it lasts: the index of a level is what keeps it
+# ---- durations: the index of a level keeps them
 
 
 def index_with(priority: int, until_s: float) -> LevelIndex[int]:

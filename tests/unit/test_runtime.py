@@ -39,7 +39,7 @@ async def nothing() -> str:
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("way", ["task", "callback"])
-def test_the_loop_survives_what_others_raise_on_it(
+def test_the_loop_survives_errors_of_callbacks_and_tasks(
     runtime: Runtime, error: type[BaseException], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def raising() -> None:
@@ -54,20 +54,20 @@ def test_the_loop_survives_what_others_raise_on_it(
     for _ in range(3):
         runtime.post(fail)
     assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
-    tasks.clear()  # what nobody awaited is told when it is forgotten
+    tasks.clear()  # an error that is not awaited is reported when it is forgotten
     assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     assert runtime.faults >= 3
     assert len(caplog.messages) == 1, "the rate is bounded"
     assert error.__name__ in caplog.messages[0]
 
 
-def test_the_loop_goes_on_when_somebody_stops_it(runtime: Runtime) -> None:
+def test_the_loop_continues_after_a_stop(runtime: Runtime) -> None:
     runtime.post(lambda: asyncio.get_running_loop().stop())
     assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     assert runtime.faults == 1
 
 
-def test_closing_leaves_a_task_that_is_deaf_behind() -> None:
+def test_closing_abandons_a_task_that_ignores_cancellation() -> None:
     runtime, free = Runtime(), threading.Event()
 
     async def deaf() -> None:
@@ -107,7 +107,7 @@ async def test_threads_are_begun_when_they_are_needed() -> None:
 
 
 @pytest.mark.real
-async def test_calls_that_hang_hold_up_no_other_once_they_are_given_up() -> None:
+async def test_hanging_calls_delay_no_other_once_they_are_abandoned() -> None:
     pool, free = BlockingPool(2, "test"), threading.Event()
     begun: list[int] = []
 
@@ -135,7 +135,7 @@ async def test_calls_that_hang_hold_up_no_other_once_they_are_given_up() -> None
 
 @pytest.mark.real
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, GeneratorExit, OSError])
-async def test_what_a_function_raises_is_handed_over(error: type[BaseException]) -> None:
+async def test_errors_of_a_blocking_function_are_raised(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error("scripted")
 
@@ -150,7 +150,7 @@ async def test_what_a_function_raises_is_handed_over(error: type[BaseException])
 
 
 class Rogue(MemoryTier):
-    """Does what its class attribute says."""
+    """Follows its class attribute."""
 
     class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         pass
@@ -202,7 +202,7 @@ def test_a_cache_closes_though_a_tier_hangs_in_its_start(monkeypatch: pytest.Mon
         assert cache.stats()["rogue"]["left_out"] == 1
 
 
-def test_a_tier_whose_own_task_exits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_of_a_tiers_own_task_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_rogue("exit beside the call", monkeypatch) as cache:
         cache.save(keys(0, 4)).commit()
         until(lambda: cache.stats()["rogue"]["stored"] == 4)

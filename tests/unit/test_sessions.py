@@ -1,4 +1,4 @@
-"""Sessions: which blocks are whose, and what ends with them."""
+"""Sessions: the owner of each block, and the blocks that end with a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def keys(*names: int) -> list[BlockKey]:
     return [BlockKey(name.to_bytes(32)) for name in names]
 
 
-def test_a_session_ends_with_what_it_brought_in_and_nobody_else_used() -> None:
+def test_ending_a_session_returns_the_blocks_that_only_it_used() -> None:
     sessions = Sessions()
     sessions.brought("a", keys(1, 2))
     sessions.use("a", [keys(1, 2)])
@@ -28,14 +28,14 @@ def test_a_session_ends_with_what_it_brought_in_and_nobody_else_used() -> None:
     sessions.check()
 
 
-def test_what_was_there_before_a_session_outlasts_it() -> None:
+def test_blocks_present_before_a_session_outlast_it() -> None:
     sessions = Sessions()
     sessions.brought(None, keys(1, 2))
     sessions.use("a", [keys(1, 2, 3)])
     assert sessions.end("a") == []
 
 
-def test_what_a_request_without_a_session_uses_outlasts_the_one_that_brought_it_in() -> None:
+def test_blocks_used_without_a_session_outlast_the_session() -> None:
     sessions = Sessions()
     sessions.brought("a", keys(1, 2, 3, 4))
     sessions.use("a", [keys(1, 2, 3, 4)])
@@ -62,7 +62,7 @@ def test_a_session_that_ended_is_refused() -> None:
             call("b")
 
 
-def test_as_many_are_remembered_as_there_is_room_for() -> None:
+def test_remembered_sessions_and_blocks_are_bounded() -> None:
     sessions = Sessions(sessions_max=3, blocks_max=10)
     draw = Random(1)
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Where settings come from: file, environment, engine; secrets and the short form."""
+"""Sources of settings: file, environment, engine; secrets and the short form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cold(**settings):
 # ---- the file itself
 
 
-def test_a_file_that_cannot_be_read(refusal, tmp_path):
+def test_an_unreadable_file_is_refused(refusal, tmp_path):
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match="expected a readable YAML file") as got:
             load_config(path, env={})
@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_read(refusal, tmp_path):
         load_config(str(tmp_path / "binary"), env={})
 
 
-def test_wrong_yaml_is_said_with_line_and_column(refusal):
+def test_yaml_errors_name_line_and_column(refusal):
     error = refusal("arena:\n  size: [1\ntiers: x\n")
     assert "line 3, column 6" in error.path
 
@@ -77,7 +77,7 @@ def test_a_key_given_twice_is_refused(refusal):
         ("[" * 3000, "nested deeper than 16 levels"),
     ],
 )
-def test_a_value_that_yaml_cannot_make_is_said_with_its_line(refusal, value, says):
+def test_a_value_that_yaml_cannot_build_is_reported_with_its_line(refusal, value, says):
     error = refusal(f"arena: {{size: 1 GiB}}\nmodel:\n  fingerprint: {value}\n")
     assert says in str(error)
     assert "line 3, column " in error.path
@@ -124,7 +124,7 @@ def test_an_error_names_its_file_or_the_variable(refusal, tmp_path):
     assert refusal("arena:\n  size: [1\ntiers: x\n").file == "", "its path names it"
 
 
-def test_an_error_is_short_whatever_is_wrong(refusal):
+def test_an_error_is_short_for_every_mistake(refusal):
     long = "x" * 5000
     for source in (
         tiers(cold(capacity=long)),
@@ -170,7 +170,7 @@ def test_a_plain_dollar_stays(load):
         ("${1A}", "'${' without a name and '}'"),
     ],
 )
-def test_a_variable_that_is_not_there(refusal, salt, says):
+def test_a_missing_variable_is_refused(refusal, salt, says):
     error = refusal(SMALL + f'block: {{salt: "{salt}"}}')
     assert (error.path, says in str(error)) == ("block.salt", True), str(error)
 
@@ -201,7 +201,7 @@ def test_the_environment_is_above_the_file_and_the_engine_above_both(load):
 
 
 @pytest.mark.parametrize("text", ["true", "yes", "1"])
-def test_text_stands_for_a_truth_value_in_a_variable_alone(refusal, tmp_path, text):
+def test_text_counts_as_a_boolean_only_in_variables(refusal, tmp_path, text):
     files = {"name": "f", "type": "files", "path": str(tmp_path), "capacity": "1 GiB"}
     config = load_config(tiers(files), env={"KVLADDER__TIERS__F__DIRECT": text})
     assert config.levels[0].options.direct is True
@@ -235,7 +235,7 @@ def test_a_wrong_variable_is_named(refusal, name, value, path, says):
     assert (error.path, says in str(error)) == (path, True), str(error)
 
 
-def test_the_engine_may_name_a_tier_that_is_not_there(refusal):
+def test_a_missing_tier_named_by_the_engine_is_refused(refusal):
     error = refusal(SMALL, overrides={"tiers": {"colt": {"ttl": "1 d"}}})
     assert (error.path, error.hint) == ("tiers.colt", "did you mean 'cold'?")
 
@@ -329,7 +329,7 @@ def test_secrets_within_options_are_not_shown(remote, monkeypatch):
 
 
 @pytest.mark.parametrize("env", [{}, {"KVLADDER__CONTROL": "/run/whole.sock"}])
-def test_a_control_path_alone_may_be_laid_over(env):
+def test_a_control_path_given_alone_can_be_overridden(env):
     short = {"host": "1 GiB", "control": "/run/file.sock"}
     env = {**env, "KVLADDER__CONTROL__PATH": "/run/env.sock"}
     found = load_config(short, env=env)
@@ -370,7 +370,7 @@ def test_the_short_form_is_a_default_stack(statvfs, tmp_path):
     assert origins["arena.size"] == origins["tiers[1].path"] == "given"
 
 
-def test_what_the_directory_holds_counts_as_room(statvfs, tmp_path):
+def test_the_default_capacity_counts_stored_bytes_as_room(statvfs, tmp_path):
     (tmp_path / "segments").mkdir()
     (tmp_path / "segments" / "one").write_bytes(bytes(1 << 20))
     config = load_config({"host": "4 GiB", "files": str(tmp_path)}, env={})
@@ -409,12 +409,12 @@ def test_the_short_form_may_be_host_alone():
         ({"host": "1 GiB", "filse": "/x"}, "filse", "did you mean 'files'?"),
     ],
 )
-def test_a_wrong_short_form(refusal, source, path, says):
+def test_a_wrong_short_form_is_refused(refusal, source, path, says):
     error = refusal(source)
     assert (error.path, says in str(error)) == (path, True), str(error)
 
 
-def test_a_file_system_that_does_not_answer_is_said(refusal, monkeypatch):
+def test_a_failing_file_system_is_reported(refusal, monkeypatch):
     def fails(path):
         raise OSError(5, "Input/output error")
 

@@ -1,4 +1,4 @@
-"""Wrong settings end a start; what is broken today costs a level for a while. Real directories."""
+"""Wrong settings end a start; a broken resource costs a level for a while. Real directories."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_wrong_settings_end_the_start(more: dict[str, str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE]
 )
-def test_a_disk_that_does_not_work_now_costs_a_level_until_it_does(
+def test_a_failing_disk_costs_a_level_until_it_works(
     call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = False
 
     class Broken(Disk):
-        """Its calls of one kind fail."""
+        """A disk with failing calls of one kind."""
 
     def fail(self: Disk, *arguments: Any) -> Any:
         if works:
@@ -106,14 +106,14 @@ def test_a_disk_that_does_not_work_now_costs_a_level_until_it_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
-def test_a_process_of_its_own_tells_what_is_wrong_as_well(*, isolate: bool) -> None:
-    path = Path("/sys/kvladder")  # where nobody may make a directory
+def test_an_isolated_tier_reports_wrong_settings_too(*, isolate: bool) -> None:
+    path = Path("/sys/kvladder")  # no user may make a directory there
     error = refused(stack(path, isolate=isolate), LAYOUT)
     assert error.path == "tiers[1].path"
     assert REQUIRED in error.hint
 
 
-def test_check_says_which_it_is(
+def test_check_says_whether_a_start_would_fail_or_leave_the_level_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -137,7 +137,7 @@ def test_check_says_which_it_is(
 
 
 @pytest.mark.parametrize("code", sorted(errno.errorcode))
-def test_of_the_systems_errors_few_blame_the_settings(code: int) -> None:
+def test_only_a_few_system_errors_blame_the_settings(code: int) -> None:
     wrong = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
     assert blames_settings(OSError(code, "")) == (code in wrong)
 
@@ -152,9 +152,7 @@ def test_of_the_systems_errors_few_blame_the_settings(code: int) -> None:
         (OSError(5, "bad"), "required", "OSError(5, 'bad')"),
     ],
 )
-def test_what_is_required_and_missing_says_what_to_do(
-    error: Exception, path: str, message: str
-) -> None:
+def test_a_missing_required_tier_says_what_to_do(error: Exception, path: str, message: str) -> None:
     found = refusal(error)
     assert (found.path, found.message) == (path, message)
     assert found.hint.endswith(REQUIRED)

@@ -1,4 +1,4 @@
-"""A task that has to go on is begun anew whatever it died of, and ends when it is told to."""
+"""A supervised task is restarted after any error, and ends when it is cancelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERRORS = (ZeroDivisionError, asyncio.CancelledError, BaseException)
 
 
 @pytest.mark.parametrize("error", ERRORS)
-async def test_work_that_dies_is_begun_anew_after_a_pause(error: type[BaseException]) -> None:
+async def test_work_that_dies_is_restarted_after_a_pause(error: type[BaseException]) -> None:
     loop = asyncio.get_running_loop()
     began: list[float] = []
     died: list[BaseException] = []
@@ -29,7 +29,7 @@ async def test_work_that_dies_is_begun_anew_after_a_pause(error: type[BaseExcept
 
 
 @pytest.mark.parametrize("working", [False, True])
-async def test_it_ends_when_it_is_cancelled(working: bool) -> None:
+async def test_supervised_work_ends_when_it_is_cancelled(working: bool) -> None:
     died: list[BaseException] = []
 
     async def work() -> None:

@@ -44,7 +44,7 @@ NAMED = {
     },
     "files": {
         "kvladder/config/sources.py",  # the short form
-        "kvladder/cli/purge.py",  # overwrites what is on disk while no cache runs
+        "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
     },
@@ -72,7 +72,7 @@ def test_types_are_read_without_tiers_and_their_libraries():
 
 
 @pytest.mark.parametrize("declared", TYPES, ids=lambda one: one.name)
-def test_a_type_is_true_of_its_tier(declared):
+def test_a_type_matches_its_tier(declared):
     make = registry.load("tiers", declared.name)
     assert f"{make.__module__}:{make.__name__}" == declared.make
     assert getattr(make, "isolates", False) == declared.isolates
@@ -80,7 +80,7 @@ def test_a_type_is_true_of_its_tier(declared):
 
 
 @pytest.mark.parametrize("declared", TYPES, ids=lambda one: one.name)
-def test_its_libraries_are_those_of_its_extra(declared):
+def test_the_libraries_of_a_type_match_its_extra(declared):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"][declared.extra] if declared.extra else []
     own, always = (
@@ -99,7 +99,7 @@ def test_every_extra_of_a_tier_is_installed_for_contributors():
     assert {one.extra for one in TYPES if one.extra} <= own
 
 
-def test_the_table_of_tiers_says_what_types_say():
+def test_the_table_of_tiers_matches_the_types():
     told = {
         name: (medium, survives) for name, medium, survives, *_ in rows("README.md", "## Tiers")
     }
@@ -116,7 +116,7 @@ def test_the_table_of_extras_has_those_of_tiers():
     assert {f"kvladder[{one.extra}]" for one in TYPES if one.extra} <= extras
 
 
-def test_the_settings_say_which_types_there_are_and_which_run_apart():
+def test_the_settings_page_lists_all_types_and_the_isolated_ones():
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     told = {name: (default, what) for name, default, what in rows_of_settings(page)}
     assert {*re.findall(r"`([a-z]+)`", told["type"][1])} == {one.name for one in TYPES}
@@ -205,7 +205,7 @@ def below(**level):
     return load_config({"arena": {"size": "1 MiB"}, "tiers": tiers}, env={})
 
 
-def test_the_libraries_of_another_packages_tier_are_looked_at(installed, monkeypatch):
+def test_the_libraries_of_another_packages_tier_are_checked(installed, monkeypatch):
     wanted = {"some-tiers": ["absent-library>=1; extra == 'shelves'"]}
     monkeypatch.setattr(preflight_module, "requires", lambda name: wanted.get(name, []))
     there = {"kvladder": "1", "some-tiers": "2"}

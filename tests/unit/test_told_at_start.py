@@ -1,4 +1,4 @@
-"""At its start a cache says its namespace, what it found under it, and why it found nothing."""
+"""At its start a cache logs its namespace, the blocks found under it, and why none were found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(path, caplog, *, save=True, salt="", **fields):
         return record, cache.namespace.hex()[:16], cache.describe()
 
 
-def test_the_start_says_what_was_found_and_what_has_changed(tmp_path, caplog):
+def test_the_start_logs_found_blocks_and_changed_settings(tmp_path, caplog):
     config: dict[str, object] = {"rope_scaling": None, "layers": 2}
     record, first, _ = opened(tmp_path / "kv", caplog, config=json.dumps(config))
     assert record.name == "kvladder"
@@ -49,7 +49,7 @@ def test_the_start_says_what_was_found_and_what_has_changed(tmp_path, caplog):
     assert "cold" not in record.getMessage()
 
 
-def test_another_salt_is_named_without_it(tmp_path, caplog):
+def test_a_changed_salt_is_reported_without_its_value(tmp_path, caplog):
     opened(tmp_path, caplog, salt="hunter-one")
     record, _, _ = opened(tmp_path, caplog, salt="hunter-two")
     assert "cold: block.salt changed since " in record.getMessage()
@@ -58,7 +58,7 @@ def test_another_salt_is_named_without_it(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_a_tier_in_a_process_of_its_own_says_it_too(tmp_path, caplog):
+def test_an_isolated_tier_logs_changed_settings_too(tmp_path, caplog):
     opened(tmp_path, caplog, model="a")
     layout = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "b"})
     files = {"type": "files", "path": str(tmp_path), "capacity": "32 MiB", "isolate": True}
@@ -68,7 +68,7 @@ def test_a_tier_in_a_process_of_its_own_says_it_too(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("tier", [{"type": "memory", "capacity": "2 MiB"}, None])
-def test_without_a_level_that_lasts_the_namespace_is_said_alone(tier, caplog):
+def test_without_a_durable_level_only_the_namespace_is_logged(tier, caplog):
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *([tier] if tier else [])]}
     layout = kvladder.Layout(block_tokens=4, block_bytes=4096)
     with caplog.at_level(logging.INFO), kvladder.open_cache(source, layout=layout) as cache:

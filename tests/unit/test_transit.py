@@ -1,4 +1,4 @@
-"""The states of blocks on their way into a level."""
+"""The states of blocks being written into a level."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_block_goes_from_state_to_state(arena: Arena) -> None:
     assert {one.state for one in blocks.values()} == {WriteState.SETTLED}
 
 
-def test_what_was_removed_and_not_stored_is_named_at_the_end(arena: Arena) -> None:
+def test_blocks_removed_and_not_stored_are_returned_at_the_end(arena: Arena) -> None:
     in_flight, _ = begun(arena)
     in_flight.purge(None)
     assert in_flight.settle(A), "it was stored, and is removed from there"
@@ -75,7 +75,7 @@ def test_what_was_removed_and_not_stored_is_named_at_the_end(arena: Arena) -> No
 
 
 @pytest.mark.parametrize("state", WriteState)
-def test_a_step_that_no_block_takes_is_found(arena: Arena, state: WriteState) -> None:
+def test_a_check_finds_an_impossible_state(arena: Arena, state: WriteState) -> None:
     in_flight, blocks = begun(arena)
     in_flight.recall(A)
     in_flight.check({})
@@ -89,7 +89,7 @@ def test_a_step_that_no_block_takes_is_found(arena: Arena, state: WriteState) ->
     in_flight.end()
 
 
-def test_a_block_that_is_lost_on_its_way_is_found(arena: Arena) -> None:
+def test_a_check_finds_a_block_lost_in_flight(arena: Arena) -> None:
     in_flight, blocks = begun(arena)
     in_flight.check({})
     del in_flight.writing[A]
@@ -99,7 +99,7 @@ def test_a_block_that_is_lost_on_its_way_is_found(arena: Arena) -> None:
     in_flight.end()
 
 
-def test_every_state_ends_and_none_comes_twice() -> None:
+def test_every_state_leads_to_the_end_and_none_comes_twice() -> None:
     assert NEXT.keys() == {*WriteState}
     for state in WriteState:
         assert WriteState.SETTLED in reachable(state, NEXT)

@@ -34,7 +34,7 @@ def test_a_size_is_exact(written, size):
     "written",
     ["", "GiB", "-1", "-1 GiB", "0", 0, -5, "0.4 B", 1.5, True, None, "1e400 GB", "9" * 30],
 )
-def test_what_is_not_a_size_is_refused(written):
+def test_invalid_sizes_are_refused(written):
     with pytest.raises(ValueError, match=r"size|unit"):
         Size.parse(written)
 
@@ -56,7 +56,7 @@ def test_an_unknown_unit_names_the_nearest(written, nearest):
 
 
 @given(st.integers(1, (1 << 63) - 1))
-def test_a_size_is_shown_as_it_can_be_read(size):
+def test_a_shown_size_parses_to_the_same_size(size):
     assert Size.parse(str(Size(size))) == size
 
 
@@ -89,7 +89,7 @@ def test_a_size_is_shown_short_and_rounded():
         ("100 us", 1e-4, "0.0001 s"),
     ],
 )
-def test_durations(written, seconds, shown):
+def test_a_duration_is_parsed_and_shown(written, seconds, shown):
     duration = Duration.parse(written)
     assert duration == pytest.approx(seconds)
     assert str(duration) == shown
@@ -98,7 +98,7 @@ def test_durations(written, seconds, shown):
 @pytest.mark.parametrize(
     "written", ["5", 5, 0.5, "0 s", "-1 s", "s", "", True, None, "9" * 400 + " d"]
 )
-def test_what_is_not_a_duration_is_refused(written):
+def test_invalid_durations_are_refused(written):
     with pytest.raises(ValueError, match="duration with a unit"):
         Duration.parse(written)
 
@@ -112,7 +112,7 @@ def test_an_unknown_unit_of_time_is_named():
     ("written", "blocks", "shown"),
     [("5 %", 10, "5 %"), ("0.1%", 1, "0.1 %"), (12, 12, "12 blocks"), ("12", 12, "12 blocks")],
 )
-def test_a_share_of_blocks(written, blocks, shown):
+def test_a_share_is_parsed_and_gives_a_number_of_blocks(written, blocks, shown):
     share = Share.parse(written)
     assert share.of(200) == blocks
     assert str(share) == shown
@@ -129,6 +129,6 @@ def test_a_share_has_bounds():
 
 
 @pytest.mark.parametrize("written", ["101 %", "-1 %", -1, "x", "5 MiB", 1.5, True, None])
-def test_what_is_not_a_share_is_refused(written):
+def test_invalid_shares_are_refused(written):
     with pytest.raises(ValueError, match="percentage"):
         Share.parse(written)

@@ -1,4 +1,4 @@
-"""What is measured of tiers and of computing, and what follows from it."""
+"""Measurements of tiers and of computing, and the decisions based on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvladder.policy.fetch_cost import (
 
 
 def measured(*points: tuple[int, float]) -> Pace:
-    """A pace of which so many blocks took so long, asked for one after the other."""
+    """Return a pace with these measurements of blocks and seconds, one read after the other."""
     pace, now_s = Pace(), 0.0
     for blocks, seconds in points:
         mark = pace.asked(blocks, now_s)
@@ -47,7 +47,7 @@ def test_a_curve_interpolates_and_guesses_the_best_beyond() -> None:
     assert curve.within(64) == pytest.approx(10.0)
 
 
-def test_a_jump_begins_anew_and_less_is_taken_in_halfway() -> None:
+def test_a_curve_restarts_at_a_jump_and_averages_smaller_changes() -> None:
     curve = Curve()
     curve.add(8, 1.0)
     curve.add(64, 4.0)
@@ -57,7 +57,7 @@ def test_a_jump_begins_anew_and_less_is_taken_in_halfway() -> None:
     assert (curve.at(8), curve.at(64)) == (0.01, 0.01)
 
 
-def test_what_was_not_measured_for_long_is_forgotten() -> None:
+def test_old_measurements_are_forgotten() -> None:
     curve = Curve()
     curve.add(64, 1.0)
     for _ in range(FORGET):
@@ -66,7 +66,7 @@ def test_what_was_not_measured_for_long_is_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-5, 100)), min_size=1, max_size=40))
-def test_a_curve_stays_within_what_was_measured(points: list[tuple[int, float]]) -> None:
+def test_a_curve_stays_within_its_measurements(points: list[tuple[int, float]]) -> None:
     curve = Curve()
     for amount, seconds in points:
         curve.add(amount, seconds)
@@ -77,7 +77,7 @@ def test_a_curve_stays_within_what_was_measured(points: list[tuple[int, float]])
             assert 0 < found <= longest * (1 + 1e-9)
 
 
-def test_what_is_on_its_way_is_ahead_and_what_hangs_takes_at_least_as_long() -> None:
+def test_reads_in_flight_count_as_ahead_and_hanging_ones_as_slow() -> None:
     pace = measured((8, 1.0))
     assert pace.seconds(4, 1.0) == 0.5
     pace.asked(8, 1.0)
@@ -92,7 +92,7 @@ def test_what_is_on_its_way_is_ahead_and_what_hangs_takes_at_least_as_long() -> 
     assert fresh.seconds(8, 6.0) == 1.0
 
 
-def test_a_read_that_is_given_up_counts_as_at_least_its_time() -> None:
+def test_an_abandoned_read_counts_with_at_least_its_time() -> None:
     pace = measured((8, 1.0))
     pace.came(pace.asked(8, 1.0), 8, 1.001, found=False)
     assert pace.seconds(8, 2.0) == 1.0, "a miss says nothing of how fast blocks come"
@@ -100,7 +100,7 @@ def test_a_read_that_is_given_up_counts_as_at_least_its_time() -> None:
     assert pace.seconds(8, 7.0) == 5.0
 
 
-def test_one_fetch_in_so_many_tries_a_slow_level_while_it_does_nothing_else() -> None:
+def test_an_idle_slow_level_is_tried_by_one_fetch_in_every_few() -> None:
     pace = measured((8, 1.0))
     assert [pace.spurn() for _ in range(2 * TRIAL_EVERY)].count(True) == 2
     mark = pace.asked(8, 1.0)
@@ -113,7 +113,7 @@ def choose(*runs: LevelRun, end: int, block_s: float = 0.1, behind_s: float = 0.
     return CostEstimate(block_s, behind_s, whole=False).choose(stretches(runs), end, 100.0)[0]
 
 
-def test_what_comes_later_than_computing_it_is_left() -> None:
+def test_blocks_slower_to_load_than_to_compute_are_left_out() -> None:
     fast, slow, unknown = measured((8, 0.1)), measured((8, 4.0)), Pace()
     assert choose(LevelRun(2, 8, fast), end=10) == 10
     assert choose(LevelRun(2, 8, slow), end=10) == 2
@@ -127,7 +127,7 @@ def test_what_comes_later_than_computing_it_is_left() -> None:
     assert choose(*mixed, end=9, behind_s=1.0) == 9, "until then the engine is busy"
 
 
-def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None:
+def test_with_many_alternating_levels_not_every_end_is_examined() -> None:
     paces = [Pace(), Pace()]
     runs = [LevelRun(at, 1, paces[at % 2]) for at in range(1000)]
     found = stretches(runs)
@@ -139,14 +139,14 @@ def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None
     assert stretches([]) == []
 
 
-def test_a_part_is_of_no_use_where_only_the_whole_is() -> None:
+def test_a_part_is_worthless_where_only_the_whole_is_useful() -> None:
     runs = [LevelRun(0, 8, measured((8, 0.1))), LevelRun(8, 8, measured((8, 4.0)))]
     assert CostEstimate(0.1, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 0
     assert CostEstimate(0.4, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 16
     assert CostEstimate(0.1, 0.0, whole=True).patience(0, 16, 0.0).block_s == 0
 
 
-def test_patience_grows_with_what_arrives_and_ends_when_computing_would_have() -> None:
+def test_patience_grows_with_arrivals_and_ends_with_the_compute_time() -> None:
     estimate = CostEstimate(0.1, 0.0, whole=False)
     patience = estimate.patience(2, 12, 50.0)
     assert patience.end_s(0) == patience.end_s(2) == pytest.approx(50.1 + GRACE_S)
@@ -173,7 +173,7 @@ def test_steps_of_few_tokens_are_a_bound_until_longer_ones_are_known() -> None:
     assert not estimate.worth(10, 0.081)
 
 
-def test_one_slow_step_says_nothing() -> None:
+def test_one_slow_step_does_not_change_the_estimate() -> None:
     worth = FetchCostModel()
     worth.prefilled(3, 9.0)
     for seconds in (1.0, 50.0, 1.0, 1.1):
@@ -184,8 +184,8 @@ def test_one_slow_step_says_nothing() -> None:
     assert not estimate.worth(10, 0.89)
 
 
-def test_many_short_steps_do_not_hide_what_long_prompts_take() -> None:
-    """A GPU computes a hundred tokens in the time of one: of thousands that says nothing."""
+def test_many_short_steps_do_not_hide_the_time_of_long_prompts() -> None:
+    """A GPU computes a hundred tokens in the time of one: long prompts must be measured."""
     worth = FetchCostModel()
     worth.prefilled(100, 0.0)
     short = worth.estimate(AvoidedCompute(8000), 500)
@@ -205,13 +205,13 @@ def test_many_short_steps_do_not_hide_what_long_prompts_take() -> None:
 
 
 @pytest.mark.parametrize("seconds", [nan, inf, -1.0])
-def test_what_no_clock_says_is_no_measurement(seconds: float) -> None:
+def test_impossible_times_are_not_measurements(seconds: float) -> None:
     worth = FetchCostModel()
     worth.prefilled(1000, seconds)
     assert worth.estimate(AvoidedCompute(100), 10) is None
 
 
-def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
+def test_a_sample_is_computed_once_and_only_if_the_engine_reports_times() -> None:
     worth = FetchCostModel()
     assert worth.sample(AvoidedCompute(1600), 100) == 0
     worth.prefilled(0, 0.0)
@@ -226,14 +226,14 @@ def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
     assert worth.sample(AvoidedCompute(1600), 100) == 0
 
 
-def test_always_remembers_nothing() -> None:
+def test_fetching_always_ignores_measurements() -> None:
     worth = FetchCostModel(always=True)
     worth.prefilled(1000, 0.001)
     assert worth.estimate(AvoidedCompute(100), 10) is None
     assert worth.sample(AvoidedCompute(1600), 100) == 0
 
 
-def test_how_long_computing_takes_is_told_as_measured() -> None:
+def test_the_compute_time_is_reported_as_measured() -> None:
     worth = FetchCostModel()
     assert worth.seconds(100) is None
     worth.prefilled(100, 2.0)

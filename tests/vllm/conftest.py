@@ -48,7 +48,7 @@ def model(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What the model says to each prompt without kvladder."""
+    """Return the model's answer to each prompt without kvladder."""
     spec = {"model": str(model), "extra": None, "steps": [["each", {"prompts": PROMPTS}]]}
     run = Run(tmp_path_factory.mktemp("reference"), spec, environment())
     tokens: list[list[int]] = run.finish()[0]["tokens"]

@@ -53,7 +53,7 @@ class Engine:
             arguments["kv_events_config"] = self._listen()
         self.llm: Any = LLM(**arguments | spec.get("engine", {}) | transfer)
         if spec.get("events"):
-            self.subscriber.poll(200)  # so that it takes the connection, and says what it wants
+            self.subscriber.poll(200)  # so that it takes the connection, and sends its request
 
     @property
     def half(self) -> Any:
@@ -63,7 +63,7 @@ class Engine:
         return next(one.scheduler.running for one in parts if type(one).__name__ == OURS)
 
     def external_hits(self) -> int:
-        """Tokens that came from the connector, as vLLM itself counts them."""
+        """Return the tokens that came from the connector, as vLLM itself counts them."""
         return self.count("vllm:external_prefix_cache_hits")
 
     def count(self, name: str) -> int:
@@ -114,7 +114,7 @@ class Engine:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def reload(self, weights: str) -> None:
-        """Load the weights of another checkpoint into the running model, and say nothing of it."""
+        """Load the weights of another checkpoint into the running model without notice."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
 
     def adapters(
@@ -124,9 +124,9 @@ class Engine:
         replace: tuple[str, str] | None = None,
         load: tuple[int, str] | None = None,
     ) -> None:
-        """What a server does with a LoRA adapter: let one go, read one.
+        """Unload and load LoRA adapters as a server does.
 
-        ``replace`` is a folder, and the folder whose files it has from then on: in between.
+        ``replace`` is a folder and the source of its new files, replaced in between.
         """
         from vllm.lora.request import LoRARequest
 
@@ -144,7 +144,7 @@ class Engine:
         Path(link).symlink_to(target)
 
     def nap(self) -> None:
-        """What vLLM's sleep begins with, and its end; a CPU has no more of it."""
+        """Begin or end vLLM's sleep, as far as a CPU has it."""
         core = self.llm.llm_engine.engine_core.engine_core
         core.pause_scheduler(mode="abort")
         core.resume_scheduler()
@@ -162,10 +162,10 @@ class Engine:
         return self.half.stats()
 
     def damage(self) -> int:
-        """Turn the signs of numbers in all host slots round, whose bytes are not checked.
+        """Change the signs of numbers in all host slots, where bytes are not checked.
 
-        Not their exponents, so that none becomes infinite: vLLM's attention on a CPU multiplies
-        what is masked by 0, and infinity times 0 spoils requests that come later.
+        Their exponents stay, so that no number becomes infinite: vLLM's attention on a CPU
+        multiplies masked numbers by 0, and infinity times 0 would spoil later requests.
         """
         manager = self.half.connector.manager
         count = 0
@@ -221,17 +221,17 @@ class Engine:
             }
 
     def scrape(self) -> str:
-        """What vLLM shows Prometheus."""
+        """Return vLLM's metrics for Prometheus."""
         from prometheus_client import REGISTRY, generate_latest
 
         return generate_latest(REGISTRY).decode()
 
     def preemptions(self) -> int:
-        """How many requests vLLM has preempted."""
+        """Return how many requests vLLM has preempted."""
         return self.count("vllm:num_preemptions")
 
     def drafts(self) -> list[int]:
-        """How many tokens were drafted, and how many of them were right."""
+        """Return how many tokens were drafted, and how many of them were right."""
         names = ("num_draft_tokens", "num_accepted_tokens")
         return [self.count(f"vllm:spec_decode_{name}") for name in names]
 

@@ -1,4 +1,4 @@
-"""Starts engines in processes of their own, and looks at what they leave behind."""
+"""Starts engines in their own processes, and checks what they leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 OURS = "KVLadderConnector"
 BLOCK = 32
 LAYERS = 4
-"""Of the model that most tests serve."""
+"""The number of layers of the model in most tests."""
 PROMPT_TOKENS = 900
 PROMPTS = [random.Random(seed).choices(range(3, 1000), k=PROMPT_TOKENS) for seed in range(3)]
 HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
@@ -29,13 +29,13 @@ HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
 
 
 def newer_vllm() -> list[str]:
-    """What stands before the installed vLLM where the tests run with another version."""
+    """Return the path that precedes the installed vLLM when the tests run with another version."""
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [path for path in listed if path and (Path(path) / "vllm" / "__init__.py").exists()]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What every engine gets: no network, the same kvladder as this process, one process."""
+    """Return every engine's environment: no network, this process's kvladder, one process."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",  # several engines run at once, and threads that wait are busy
@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @cache
 def nursery() -> Nursery:
-    """What this process's engines are forked from; it ends with this process."""
+    """Return the process that forks this process's engines; it ends with this process."""
     return Nursery(environment())
 
 
@@ -77,7 +77,7 @@ class Started:
             )
 
     def alive(self) -> list[int]:
-        """This process and all that it started, as far as they have not ended."""
+        """Return this process and its descendants that have not ended."""
         found: list[int] = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended
@@ -87,7 +87,7 @@ class Started:
         return found
 
     def kill(self) -> None:
-        """End them all at once; a process that is killed is gone a little later."""
+        """Kill all of them at once; a killed process ends a little later."""
         for pid in self.alive():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -121,7 +121,7 @@ class Run(Started):
             super().__init__(folder, command, env, fresh=False)
 
     def finish(self, busy_s: float = 0) -> list[Any]:
-        """The result of each step, once all are over; ``busy_s`` is what they take by intent."""
+        """Return the result of each step once all have ended; ``busy_s`` is their intended time."""
         try:
             code = self.process.wait(RUN_S + busy_s)
         finally:
@@ -137,7 +137,7 @@ class Run(Started):
 
 
 def shared_memory() -> set[str]:
-    """What lies in /dev/shm."""
+    """Return the files in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
@@ -156,13 +156,13 @@ def stack(directory: Path, **more: Any) -> dict[str, Any]:
 
 
 def told(socket: Path) -> list[Any]:
-    """Ask the engine's cache for its statistics, from outside."""
+    """Return a step that asks the engine's cache for its statistics, from outside."""
     arguments = ["stats", str(socket), "--json"]
     return ["call", {"function": "tests.vllm.operate:told", "arguments": arguments}]
 
 
 def connector(extra: Any) -> dict[str, Any]:
-    """What vLLM is told of kvladder with these settings."""
+    """Return vLLM's configuration of kvladder with these settings."""
     return {
         "kv_connector": OURS,
         "kv_connector_module_path": "kvladder.connectors.vllm",
@@ -173,7 +173,7 @@ def connector(extra: Any) -> dict[str, Any]:
 
 
 def together(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM is told of several connectors, which are asked in this order."""
+    """Return vLLM's configuration of several connectors, which are asked in this order."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",

@@ -1,4 +1,4 @@
-"""What engines are put through request by request; runs inside an engine's process."""
+"""Actions on engines request by request; runs inside an engine's process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.kit.memory import resident_bytes
 from tests.patience import PATIENCE_S
 
 DELAY_S = 2.0
-"""What each call of the slow tier takes."""
+"""Seconds of each call of the slow tier."""
 
 STEP_S = 0.02
-"""How often the paced tier looks whether it is still to wait."""
+"""The interval at which the paced tier checks whether to wait longer."""
 
 
 class SlowTier(MemoryTier):
@@ -43,12 +43,12 @@ class SlowTier(MemoryTier):
 
 
 class PacedTier(MemoryTier):
-    """Takes ``block_s`` for each block that it gives; what waits hears of a change at once."""
+    """A tier that takes ``block_s`` for each block; waiting reads learn of a change at once."""
 
     batch_max = 8
     block_s: ClassVar[float] = 0.0
     asked: ClassVar[int] = 0
-    """Blocks that it was asked for."""
+    """The number of blocks requested from it."""
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         PacedTier.asked += len(reads)
@@ -127,11 +127,11 @@ def sampling(tokens: int) -> Any:
 def share(
     engine: Any, *, prefixes: list[list[int]], count: int, others: list[list[int]]
 ) -> dict[str, Any]:
-    """``count`` requests that share some prefixes, all at once, and ``others`` that share none.
+    """Serve ``count`` requests that share some prefixes, all at once, and ``others`` without.
 
-    Returns when the last block of each one's prefix came, when its lookup was answered and when
-    it said its first token, in seconds after its arrival; the longest step; and how often each
-    block was fetched.
+    Returns for each request the times of its prefix's last block, of its lookup's answer and of
+    its first token, in seconds after its arrival; the longest step; and how often each block was
+    fetched.
     """
     llm, half = engine.llm.llm_engine, engine.half
     SlowTier.given.clear()
@@ -184,10 +184,10 @@ def churn(
     seconds: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Random requests for these prompts, with aborts and resets at any step.
+    """Serve random requests for these prompts, with aborts and resets at any step.
 
-    What is right the engine computes first. Goes on for a number of requests, or until as many
-    have finished and some seconds are over.
+    The engine computes the right answers first. The test ends after a number of requests, or once
+    that many have finished and some seconds have passed.
     """
     random, llm = Random(seed), engine.llm.llm_engine
     tokens = 24
@@ -241,10 +241,10 @@ def churn(
 
 
 def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """One prompt after the other while the paced tier takes so long for a block.
+    """Serve one prompt after the other while the paced tier takes ``block_s`` for a block.
 
-    Of each what was said, the tokens that came from the cache, the blocks that the tier was asked
-    for meanwhile, how often vLLM was told to wait, and the pages that its thread faulted in.
+    Returns for each prompt the answer, the tokens from the cache, the blocks that the tier was
+    asked for, how often vLLM had to wait, and the page faults of its thread.
     """
     PacedTier.block_s = block_s
     found: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
 
 
 def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[dict[str, Any]]:
-    """The same as often as it takes until so many tokens of one come from the cache."""
+    """Repeat a prompt until this number of its tokens comes from the cache."""
     found: list[dict[str, Any]] = []
     end = time.monotonic() + PATIENCE_S
     while not found or found[-1]["external"] < hits:
@@ -278,12 +278,12 @@ def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[d
 
 
 def forget(engine: Any) -> None:
-    """Empty every tier; vLLM and other connectors keep what they have."""
+    """Empty every tier; vLLM and other connectors keep their blocks."""
     engine.half.reset()
 
 
 def faults() -> int:
-    """Pages that this thread had to wait for until the system gave them."""
+    """Return the page faults for which this thread had to wait."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 

@@ -1,12 +1,12 @@
 """Processes with vLLM in them, forked from one that has imported it: most of an engine's start.
 
-``python nursery.py`` reads a line of JSON for each process that is to begin: what it runs
-(``command``: a Python file and its arguments), its folder, environment and log. It answers with
-``begun PID``, and later ``over PID CODE``, the code as ``subprocess.Popen.returncode`` gives it.
+``python nursery.py`` reads a line of JSON for each new process: its ``command`` (a Python file and
+its arguments), its folder, environment and log. It answers with ``begun PID``, and later
+``over PID CODE``, the code as ``subprocess.Popen.returncode`` gives it.
 
-Nothing of kvladder is imported before the fork. What siblings have in common, and processes that
-are started afresh have not, are the addresses of what was imported and the seed of ``hash``.
-What they start in turn is forked, too, as vLLM does where there are GPUs.
+Nothing of kvladder is imported before the fork. Unlike processes that are started afresh, siblings
+share the addresses of imported modules and the seed of ``hash``. Their own children are forked as
+well, as vLLM does where there are GPUs.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ IMPORTED = (
 
 
 class Child:
-    """A process of a nursery, with what tests use of ``subprocess.Popen``."""
+    """A process of a nursery, with the parts of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Return its exit code, None while it runs."""
         while self.pid not in self._nursery.codes and self._nursery.listen(0):
             pass
         return self._nursery.codes.get(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it is over; TimeoutExpired if it says nothing for so many seconds."""
+        """Return its exit code once it has ended; TimeoutExpired after this many silent seconds."""
         while self.pid not in self._nursery.codes:
             if not self._nursery.listen(timeout):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
@@ -59,7 +59,7 @@ class Child:
 
 
 class Nursery:
-    """The process that forks, as those who ask it see it."""
+    """The process that forks, as its callers see it."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.codes: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Nursery:
         )
 
     def begin(self, command: list[str], folder: Path, env: Mapping[str, str], log: Path) -> Child:
-        """Run a Python file in a process and a session of its own."""
+        """Run a Python file in its own process and session."""
         given = {"command": command, "folder": str(folder), "env": dict(env), "log": str(log)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given).encode() + b"\n")
@@ -80,7 +80,7 @@ class Nursery:
         return Child(self, self._begun.pop())
 
     def listen(self, timeout_s: float | None) -> bool:
-        """Take what it says next; whether it said anything in time."""
+        """Read its next line; return whether one came in time."""
         assert self._process.stdout is not None
         said = self._process.stdout.fileno()
         if not select.select([said], [], [], timeout_s)[0]:
@@ -97,13 +97,13 @@ class Nursery:
 
 
 def become(given: dict[str, Any], told: int, *closed: int) -> None:
-    """Leave the nursery: what comes is in a session, a folder and a log of its own."""
+    """Leave the nursery: the child runs in its own session, folder and log."""
     os.setsid()
     os.write(told, f"begun {os.getpid()}\n".encode())  # not sooner: it is found by its session
     for descriptor in (told, *closed):
         os.close(descriptor)
     os.chdir(given["folder"])
-    os.environ.update(given["env"])  # beside what vLLM has set when it was imported
+    os.environ.update(given["env"])  # beside the variables that vLLM has set on import
     out = os.open(given["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
@@ -118,16 +118,16 @@ def become(given: dict[str, Any], told: int, *closed: int) -> None:
 
 
 def main() -> None:
-    """In the nursery until its input ends; in a child, the file that it was told to run."""
+    """Run the nursery until its input ends, or in a child the file that it was given."""
     told = os.dup(1)
-    os.dup2(2, 1)  # what imports print is no answer
+    os.dup2(2, 1)  # output of imports is no answer
     for name in IMPORTED:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
-    # Or vLLM looks at each kind of model in a new process, to keep CUDA out of its own.
+    # Otherwise vLLM inspects each kind of model in a new process, to keep CUDA out of its own.
     sys.modules[REGISTRY].__dict__["_run_in_subprocess"] = lambda look: look()
-    gc.freeze()  # or each collection of each child goes through all that was imported
-    sys.stdout.flush()  # or each child has it in its log
+    gc.freeze()  # otherwise each collection of each child visits all imported objects
+    sys.stdout.flush()  # otherwise each child has it in its log
     running: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([0, *running], [], [])

@@ -1,4 +1,4 @@
-"""What an operator does to an engine that runs, from a process of their own."""
+"""An operator's actions on a running engine, from a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLI = "import sys; from kvladder.cli import main; sys.exit(main())"
 
 
 def command(*arguments: str) -> dict[str, Any]:
-    """Run ``kvladder`` with these arguments; its exit code and what it printed."""
+    """Run ``kvladder`` with these arguments; return its exit code and output."""
     done = subprocess.run(
         [sys.executable, "-c", CLI, *arguments],
         capture_output=True,
@@ -37,7 +37,7 @@ def told(engine: Any, *, arguments: list[str]) -> dict[str, Any]:
 
 
 def until(engine: Any, *, path: str) -> None:
-    """Nothing, until somebody makes this file."""
+    """Wait until this file exists."""
     del engine
     while not Path(path).exists():
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def kill(engine: Any, *, pid: int) -> None:
 def purged(
     engine: Any, *, config: str, salt: str, files: str, serves: dict[str, Any]
 ) -> dict[str, Any]:
-    """A purge while the engine serves somebody else."""
+    """Purge while the engine serves another tenant."""
     results: dict[str, Any] = {"before": len(stored_payloads(Path(files)))}
 
     def operator() -> None:

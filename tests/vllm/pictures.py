@@ -16,9 +16,9 @@ IMAGE = "<image>"
 
 
 def without_torchvision() -> None:
-    """Let vLLM look at pictures where there is no torchvision: Pillow does it.
+    """Let vLLM process pictures without torchvision, by Pillow.
 
-    Transformers is asked before the stub can be seen, so that it does not count on it.
+    Transformers looks for torchvision before the stub is installed, so that it does not use it.
     """
     from transformers.utils.import_utils import is_torchvision_available
 
@@ -111,7 +111,7 @@ def look(
 
 
 def forget(engine: Any) -> None:
-    """Empty vLLM's own caches, but for that of encoded pictures."""
+    """Empty vLLM's own caches, except that of encoded pictures."""
     engine.stats()
     engine.llm.reset_prefix_cache()
     engine.llm.reset_mm_cache()

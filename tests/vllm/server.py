@@ -1,4 +1,4 @@
-"""Real servers: ``vllm serve`` in a process of its own, asked over HTTP."""
+"""Real servers: ``vllm serve`` in its own process, asked over HTTP."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SMALL = [
     f"{BLOCK}",
 ]
 SMALL += ["--kv-cache-memory-bytes", f"{64 << 20}", "--max-model-len", "2048"]
-"""What a tiny model on a CPU needs beside a command."""
+"""The additional arguments that a tiny model on a CPU needs."""
 
 ENDING = re.compile(
     r"process\.cmdline\(\)(?s:.*)^psutil\.(ZombieProcess|NoSuchProcess): ", re.MULTILINE
 )
-"""What its log says when it failed as ``stop`` has it."""
+"""The log line of the failure described in ``stop``."""
 
 
 class Server(Started):
-    """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` is what it is told besides."""
+    """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` extends its environment."""
 
     fresh = False
-    """Whether it has nothing in common with other processes."""
+    """Whether it shares nothing with other processes."""
 
     def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
         (self.port,) = free_ports(1)
@@ -57,7 +57,7 @@ class Server(Started):
         until(self._answers, every_s=0.5, within_s=RUN_S)
 
     def _answers(self) -> bool:
-        """Whether it has started."""
+        """Return whether it has started."""
         assert self.process.poll() is None, self.log.read_text()[-6000:]
         try:
             self.get("health")
@@ -66,7 +66,7 @@ class Server(Started):
         return True
 
     def get(self, path: str, body: Any = None, **headers: str) -> str:
-        """What it answers; OSError if it cannot."""
+        """Return its answer; raise OSError if there is none."""
         asked = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/{path}",
             data=None if body is None else json.dumps(body).encode(),
@@ -85,9 +85,9 @@ class Server(Started):
         rank: int | None = None,
         **params: Any,
     ) -> tuple[list[int], int]:
-        """What is said after a prompt, and how many of its tokens came from a cache.
+        """Return the answer to a prompt, and how many of its tokens came from a cache.
 
-        ``rank`` is that of the engine that is to say it; ``params`` are kvladder's.
+        ``rank`` selects the answering engine; ``params`` are kvladder's.
         """
         body = {
             "model": "MODEL",
@@ -121,10 +121,10 @@ class Server(Started):
         return [line for line in self.log.read_text().splitlines() if text in line]
 
     def stop(self) -> None:
-        """Send SIGTERM, as service managers do, and wait until nothing of it is left.
+        """Send SIGTERM, as service managers do, and wait until all of its processes have ended.
 
-        vLLM then logs the command of who else has its port, and fails if that process, one of its
-        own, is just ending; nothing else makes it fail.
+        vLLM then logs the command of the process that holds its port. It fails if that process, one
+        of its own, is just ending; only this failure is accepted.
         """
         os.kill(self.process.pid, signal.SIGTERM)
         code = self.process.wait(PATIENCE_S)
@@ -133,6 +133,6 @@ class Server(Started):
 
 
 class FreshServer(Server):
-    """One that imports everything anew."""
+    """A server that imports everything anew."""
 
     fresh = True

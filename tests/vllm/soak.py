@@ -1,10 +1,10 @@
 """A real vLLM under random requests for a long time: ``python -m tests.vllm.soak --minutes 10``.
 
-One engine after the other, of another kind of model each, one of them with drafts. Requests share
-prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails, hangs
-and forgets. Each answer is what the engine said when it computed everything itself. Beside it runs
-the same without a cache: vLLM's own memory grows with the requests that it served, ours must not
-add to that more than the blocks that it holds.
+Engines run one after the other, each with another kind of model, one of them with drafts. Requests
+share prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails,
+hangs and forgets. Each answer must equal the engine's answer without cached blocks. The same runs
+without a cache for comparison: vLLM's own memory grows with the requests it has served, and
+kvladder must add no more than the blocks it holds.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "drafts": ("gemma3", 2, {"speculative_config": NGRAMS}),
     "experts": ("gpt_oss", 2, {}),
 }
-"""Kind of model, MiB of KV cache, so few that requests are preempted, and more for vLLM.
+"""The kind of model, MiB of KV cache (few, so that requests are preempted), and more settings.
 
-None with bfloat16, recurrent states or LoRA: what vLLM itself says then depends on the batch.
+None uses bfloat16, recurrent states or LoRA, with which vLLM's own answers depend on the batch.
 """
 REQUESTS_MIN = 60
-"""So many have to finish, however slow the machine is, for memory to be compared."""
+"""The number of finished requests, however slow the machine is, before memory is compared."""
 GROWTH_BYTES = 256 << 10
-"""How much more memory a request may cost than without a cache: two blocks of llama."""
+"""The memory that a request may add to a run without a cache: two blocks of llama."""
 NO_KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-"""Else PyTorch keeps what it compiles for each number of tokens, up to 1 MiB a request here."""
+"""Otherwise PyTorch keeps kernels for each number of tokens, up to 1 MiB a request here."""
 
 
 def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
-    """One engine; raises AssertionError if anything is wrong, else returns what was counted."""
+    """Run one engine; raise AssertionError if anything is wrong, else return the counters."""
     kind, size, more = MIXES[mix]
     model = make(folder, seed, kind)
     prompts = [
@@ -89,7 +89,7 @@ def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]
 
 
 def growth(found: dict[str, Any], column: int) -> float:
-    """What is added by a request, after the first ones; what is held for a while does not count."""
+    """Return the memory added by a request, after the first ones, without short-lived memory."""
     counts = [row[column] for row in found["memory"]]
     half = len(counts) // 2
     return float((min(counts[half:]) - min(counts[1:half])) / (10 * (half - 1)))

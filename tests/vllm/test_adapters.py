@@ -1,4 +1,4 @@
-"""LoRA adapters and the model itself over one cache: each finds its own, and nothing else."""
+"""LoRA adapters and the model itself over one cache: each finds only its own blocks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def ask(number: int = 0, path: Path | None = None) -> list[Any]:
 
 
 def replaced(late: Path, soon: Path, other: Path) -> list[Any]:
-    """Steps in which two adapters get the files of another one, under their names and paths.
+    """Return steps in which two adapters get the files of another, under their names and paths.
 
-    One before its first request comes, the other between being let go and being read again.
+    One changes before its first request, the other between its unload and its reload.
     """
     anew = {"unload": 4, "replace": [str(soon), str(other)], "load": [5, str(soon)]}
     return [
@@ -53,7 +53,7 @@ def replaced(late: Path, soon: Path, other: Path) -> list[Any]:
     ]
 
 
-def test_adapters_find_only_what_they_saved_themselves(start: Start, tmp_path: Path) -> None:
+def test_adapters_find_only_their_own_blocks(start: Start, tmp_path: Path) -> None:
     one, other = adapter(tmp_path / "one", 1), adapter(tmp_path / "other", 2)
     three = [ask(), ask(1, one), ask(2, other)]
     reference = [found["tokens"] for found in start(None, *three, engine=LORA).finish()]

@@ -77,7 +77,7 @@ def test_a_producer_hands_over_to_a_consumer_by_a_shared_tier(
 
 
 def shown(what: str) -> str:
-    """What the page shows of the engines beside NixlConnector, below this line."""
+    """Return the page's block for the engines beside NixlConnector, below this line."""
     section = PAGE.read_text().partition("\n## NixlConnector")[2].partition("\n## ")[0]
     return section.partition(f"\n# {what}\n")[2].partition("```")[0]
 
@@ -98,7 +98,7 @@ def patient(redis: RedisServer) -> dict[str, Any]:
 
 
 def serve(folder: Path, model: Path, role: str, core: int, port: int) -> Server:
-    """On a core of its own: NIXL's threads wait by turning round and round."""
+    """Start a server on a core of its own: NIXL's threads wait by spinning."""
     where = folder / role
     where.mkdir()
     (where / "MODEL").symlink_to(model)
@@ -108,19 +108,19 @@ def serve(folder: Path, model: Path, role: str, core: int, port: int) -> Server:
 
 
 def external(server: Server) -> int:
-    """How many tokens its connectors have brought, as vLLM counts them."""
+    """Return how many tokens its connectors have brought, as vLLM counts them."""
     line = r"^vllm:external_prefix_cache_hits_total{.*} (\S+)"
     return sum(int(float(n)) for n in re.findall(line, server.get("metrics"), re.MULTILINE))
 
 
 @pytest.mark.alone
-def test_nixlconnector_hands_over_and_kvladder_finds_what_prompts_have_in_common(
+def test_nixlconnector_hands_over_and_kvladder_finds_common_prefixes(
     model: Path, tmp_path: Path, started: list[Server]
 ) -> None:
-    """In two turns: the second begins with what the other engine said.
+    """There are two turns: the second begins with the other engine's answer.
 
-    Where cores are few NIXL's threads keep each other and all else waiting for seconds, so that
-    its handshake may be given up: the first turn is repeated until blocks were handed over.
+    On few cores NIXL's threads delay all work for seconds, so that its handshake may time out: the
+    first turn is repeated until blocks were handed over.
     """
     with RedisServer(tmp_path) as redis:
         (tmp_path / "stack.yaml").write_text(yaml.safe_dump(patient(redis)))
@@ -147,7 +147,7 @@ def test_nixlconnector_hands_over_and_kvladder_finds_what_prompts_have_in_common
             until(lambda: len(redis.run("KEYS", "kvladder:*{*")) == salts * blocks)
             longer = PROMPT + said + PROMPT[:100]
             again = turn(port, longer, salt)
-            assert external(prefill) == BLOCK  # it has the prompt itself, not what the other said
+            assert external(prefill) == BLOCK  # it has the prompt itself, not the other's answer
             assert again == decode.complete(longer, "others", tokens=SAID)[0]
 
 
@@ -165,7 +165,7 @@ def proxy(port: int, prefill: Server, decode: Server) -> Generator[None]:
 
 
 def turn(port: int, prompt: list[int], salt: str) -> list[int]:
-    """What is said after a prompt, by way of the proxy."""
+    """Return the answer to a prompt, sent through the proxy."""
     body = {"max_tokens": SAID, "prompt": prompt, "cache_salt": salt}
     said: list[int] = answer_of(posted(port, body))["choices"][0]["token_ids"]
     return said

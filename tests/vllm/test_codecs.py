@@ -1,4 +1,4 @@
-"""A real vLLM whose blocks are compressed and encrypted on files."""
+"""A real vLLM with compressed and encrypted blocks in files."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def files(sealed: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("codecs", [("zstd", "aes-gcm"), ("checksum",)])
-def test_blocks_from_encrypted_files_say_the_same(
+def test_blocks_from_encrypted_files_give_the_same_answers(
     start: Start, files: Path, reference: list[list[int]], codecs: tuple[str, ...]
 ) -> None:
-    """Whoever has the key needs no other configuration."""
+    """A reader with the key needs no other configuration."""
     warm, stats, _ = start(over_files(files, *codecs), *STEPS, env=KEY).finish()
     assert (warm["tokens"], warm["external"]) == (reference, ALL)
     assert stats["files"]["hits"] * BLOCK == ALL
 
 
-def test_without_the_key_they_are_misses(
+def test_encrypted_blocks_without_the_key_are_misses(
     start: Start, files: Path, reference: list[list[int]]
 ) -> None:
     locked, stats, _ = start(over_files(files, "checksum"), *STEPS).finish()

@@ -1,4 +1,4 @@
-"""What ``make demo`` shows is true."""
+"""The claims of ``make demo`` are true."""
 
 from __future__ import annotations
 

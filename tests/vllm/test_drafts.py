@@ -60,7 +60,7 @@ def test_answers_with_drafts_from_the_text_are_found_in_the_next_turn(
 
 
 def eagle_head(model: Path, folder: Path) -> Path:
-    """A head that drafts from the hidden states of ``model``, whose first layer it takes."""
+    """Make a head that drafts from the hidden states of ``model``, using its first layer."""
     kept = {
         name.removeprefix("model."): tensor
         for name, tensor in load_file(model / "model.safetensors").items()
@@ -76,7 +76,7 @@ def eagle_head(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafting_layers_keep_their_blocks_with_the_model_s(
+def test_blocks_of_drafting_layers_are_kept_beside_the_models(
     start: Start, model: Path, files: Path, tmp_path: Path, reference: Tokens, method: str
 ) -> None:
     """A draft model with the same weights is right, unless its own KV does not come back."""
@@ -84,7 +84,7 @@ def test_drafting_layers_keep_their_blocks_with_the_model_s(
     each = ["each", {"prompts": PROMPTS}]
     drafting = {"method": method, "model": str(drafter), "num_speculative_tokens": 2}
     run = start(
-        stack(files),  # blocks without a draft model's are others
+        stack(files),  # blocks without a draft model's have other names
         each,
         ["drafts"],
         ["reset"],

@@ -13,7 +13,7 @@ ALL = len(PROMPTS) * HITS
 EACH = ["each", {"prompts": PROMPTS}]
 FP8 = {"kv_cache_dtype": "fp8"}
 SLOT = 32 << 10
-"""Bytes of a block: a quarter of what 32-bit numbers take."""
+"""Bytes of a block: a quarter of the bytes of 32-bit numbers."""
 
 
 @pytest.fixture(autouse=True)

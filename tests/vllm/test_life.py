@@ -23,7 +23,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
-    """So many slots on the host, and more in a tier that the engine's process registers."""
+    """Return a stack with this number of host slots, and more in a tier of the engine's process."""
     return {
         "arena": {"size": f"{slots * SLOT} B"},
         "fetch": {"budget": "100 %", **more},
@@ -42,7 +42,7 @@ def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.alone
-def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: Start) -> None:
+def test_requests_share_the_loads_of_a_slow_tier_and_others_do_not_wait(start: Start) -> None:
     prefixes = [prompt(seed, PREFIX_BLOCKS * BLOCK) for seed in range(4)]
     fillers = [prompt(10 + seed, 30 * BLOCK) for seed in range(5)]
     others = [prompt(20 + seed, 3 * BLOCK) for seed in range(4)]
@@ -66,18 +66,18 @@ def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: 
     last = max(found["needed"])
     assert last > 4 * step
     for answered, spoke in zip(found["answered"][32:], found["spoke"][32:], strict=True):
-        assert answered <= 2 * step  # nobody waits in a line
+        assert answered <= 2 * step  # requests do not queue
         assert spoke < last
 
 
-def test_a_tier_is_asked_only_for_what_comes_sooner_than_computing_it(
+def test_a_tier_is_read_only_when_loading_is_faster_than_computing(
     start: Start, reference: list[list[int]]
 ) -> None:
-    """It fails at nothing meanwhile, so no breaker opens; and once it is fast it is used again."""
+    """No call fails, so no breaker opens; a tier that becomes fast is used again."""
     order = [n % len(PROMPTS) for n in range(8)]
     slow = {"block_s": 600.0, "prompts": [PROMPTS[n] for n in order]}
     run = start(
-        cold("paced", 40, deadline="10 m"),  # a prompt and a bit: what is asked for is not on host
+        cold("paced", 40, deadline="10 m"),  # a prompt and a bit: the requested blocks left host
         ["each", {"prompts": PROMPTS * 2, "tokens": 2, "recompute": True}],
         ["stats"],  # once all is stored
         ["call", {"function": "tests.vllm.life:at_a_pace", **slow}],
@@ -108,7 +108,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_preempted_aborted_and_reset_says_the_same(
+def test_preemptions_aborts_and_resets_change_no_answer(
     start: Start, tmp_path: Path, way: str
 ) -> None:
     kind, size, more = WAYS[way]

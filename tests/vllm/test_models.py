@@ -24,7 +24,7 @@ ENGINE = {"deepseek": {"attention_backend": "CPU_MLA"}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
+def test_a_model_gives_the_same_answers_from_host_and_from_files(
     start: Start, tmp_path: Path, kind: str
 ) -> None:
     step, dtype = KINDS[kind]
@@ -66,7 +66,7 @@ def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
 def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_ranks(
     start: Start, tmp_path: Path
 ) -> None:
-    """A text stands for the weights: what a rank has in memory depends on how many there are."""
+    """A text replaces the weights: a rank's weights in memory depend on the number of ranks."""
     model = str(make(tmp_path, kind="deepseek"))
     prompts = {"prompts": PROMPTS}
     named: dict[str, Any] = {"model": {"fingerprint": "tiny deepseek"}}
@@ -89,7 +89,9 @@ def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_rank
     assert (counts["files"]["corrupt"], counts["files"]["hits"] * 16) == (0, warm["external"])
 
 
-def test_two_ranks_with_windows_over_a_tier_that_fails(start: Start, tmp_path: Path) -> None:
+def test_two_ranks_with_windows_are_served_over_a_failing_tier(
+    start: Start, tmp_path: Path
+) -> None:
     each, some = (["each", {"prompts": PROMPTS[:n]}] for n in (3, 2))
     spec: dict[str, Any] = {
         "model": str(make(tmp_path, kind="gemma3")),

@@ -1,4 +1,4 @@
-"""Two engines that have nothing in common but a Mooncake Store share what they computed."""
+"""Two engines that share only a Mooncake Store share computed blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is changed between two engines of one directory: none is served what another one means."""
+"""Two engines of one directory with one difference: neither is served the other's blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_length_that_chooses_longropes_factors_names_the_blocks(
     assert answers[0] != answers[1], "the factors change nothing: there is nothing to tell"
 
 
-def test_pictures_are_told_by_what_the_model_sees(start: Start, tmp_path: Path) -> None:
+def test_blocks_of_pictures_are_named_by_what_the_model_sees(start: Start, tmp_path: Path) -> None:
     model = make(tmp_path, script="pictures.py")
     first: list[Any] = [[IMAGE + TEXT, [number]] for number in range(3)]
     late = TEXT[:BEFORE] + IMAGE + TEXT[BEFORE:]

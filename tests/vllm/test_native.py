@@ -11,7 +11,7 @@ from tests.vllm.harness import HITS, PROMPTS, flip, stored_payloads
 ALL = len(PROMPTS) * HITS
 
 
-def test_blocks_come_back_from_our_files_in_a_new_process_unless_they_are_damaged(
+def test_a_new_process_loads_undamaged_blocks_from_kvladders_files(
     start: Start, tmp_path: Path, reference: list[list[int]]
 ) -> None:
     transfer: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Two engines that have nothing in common but a bucket share what they computed."""
+"""Two engines that share only a bucket share computed blocks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def over(server: ObjectServer) -> dict[str, Any]:
     return {"arena": {"size": "64 MiB"}, "fetch": fetch, "tiers": [{"type": "host"}, level]}
 
 
-def test_two_engines_share_prefixes_through_a_bucket_and_do_without_it(
+def test_two_engines_share_prefixes_through_a_bucket_and_serve_without_it(
     start: Start, tmp_path: Path, reference: list[list[int]]
 ) -> None:
-    """The server dies when the second engine has asked for all prompts but the last."""
+    """The server dies once the second engine has looked up all prompts but the last."""
     known = [["each", {"prompts": PROMPTS[:-1]}], ["stats"]]
     with ObjectServer(tmp_path) as server:
         steps = [["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"]]

@@ -43,7 +43,7 @@ def owners(kv: Path) -> dict[str, int]:
 
 
 def until(server: Server, reached: Any) -> None:
-    """Give each engine something to do until something is so: their counters come with answers."""
+    """Send each engine requests until a condition holds: their counters come with answers."""
     end = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < end, server.log.read_text()[-6000:]
@@ -103,7 +103,7 @@ def test_two_engines_on_one_path_are_killed_and_find_their_blocks_again(
 
 
 def another_model(home: Path) -> tuple[Path, str]:
-    """The directory of a namespace that differs in a number of its model, and how that is said."""
+    """Make a directory of another model number; return it and the text of the change."""
     other = home.with_name("0123456789abcdef")
     other.mkdir(0o700)
     shutil.copy(home / "META", other)
@@ -115,7 +115,7 @@ def another_model(home: Path) -> tuple[Path, str]:
     return other, f"{name} changed from 0.5 to {fields[name]}"
 
 
-def test_an_upgrade_and_a_full_disk_are_told_once_and_cost_hits_alone(
+def test_an_upgrade_and_a_full_disk_are_reported_once_and_cost_only_hits(
     start: Start, files: Path, reference: Tokens
 ) -> None:
     (meta,) = files.glob("*/META")

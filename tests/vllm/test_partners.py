@@ -26,11 +26,11 @@ Tokens = list[list[int]]
 
 
 def loaded(stats: dict[str, Any]) -> int:
-    """How many tokens kvladder has copied into vLLM's blocks."""
+    """Return how many tokens kvladder has copied into vLLM's blocks."""
     return int(stats["copies"]["onboard_bytes"]) // (128 << 10) * BLOCK
 
 
-def test_a_partner_that_is_asked_first_serves_what_it_has_and_we_the_rest(
+def test_a_partner_asked_first_serves_its_blocks_and_kvladder_the_rest(
     start: Start, files: Path, reference: Tokens
 ) -> None:
     run = start(
@@ -49,7 +49,7 @@ def test_a_partner_that_is_asked_first_serves_what_it_has_and_we_the_rest(
     assert damaged * BLOCK == ALL
 
 
-def test_a_partner_that_is_asked_second_serves_what_we_lost(
+def test_a_partner_asked_second_serves_the_blocks_that_kvladder_lost(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
     run = start(
@@ -69,7 +69,7 @@ def test_a_partner_that_is_asked_second_serves_what_we_lost(
     assert all(a != b for a, b in zip(wrong["tokens"], reference, strict=True))
 
 
-def test_a_partner_that_loads_in_the_step_and_knows_one_group(
+def test_a_partner_that_loads_in_the_step_and_knows_one_group_is_served(
     start: Start, files: Path, tmp_path: Path, reference: Tokens
 ) -> None:
     example = {

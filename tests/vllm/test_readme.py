@@ -30,7 +30,7 @@ def block_of(text: str, begins: str) -> str:
 
 
 def serve(folder: Path, command: str, when: str) -> Server:
-    """A server in a folder with ``stack.yaml``, of which this machine bears less."""
+    """Start a server in a folder with ``stack.yaml``, reduced to fit this machine."""
     kind = FreshServer if when == "commit" else Server
     return kind(
         folder,
@@ -44,7 +44,7 @@ def serve(folder: Path, command: str, when: str) -> Server:
 
 
 def require_few_lines(server: Server) -> None:
-    """What kvladder said is printed by vLLM, and is not much."""
+    """Check that vLLM prints kvladder's log lines, and that there are few."""
     own = [line for line in server.log.read_text().splitlines() if "[log.py:" in line]
     assert all(line.startswith("(EngineCore pid=") for line in own)
     assert "kvladder is ready" in own[0] + own[-1]
@@ -57,11 +57,11 @@ def require_few_lines(server: Server) -> None:
 
 
 def require_that_a_session_ends(server: Server) -> None:
-    """What it had is given up by host."""
+    """Check that host gives up the blocks of an ended session."""
     own, whole = PROMPT[::-1], len(PROMPT) // BLOCK
 
     def held() -> float:
-        server.complete(own[:BLOCK], "a guest", save=False)  # counts come with answers
+        server.complete(own[:BLOCK], "a guest", save=False)  # counters come with answers
         return sum(server.counts("blocks", "host"))
 
     until(lambda: held() >= 2 * whole)  # of the two salts before
@@ -73,7 +73,7 @@ def require_that_a_session_ends(server: Server) -> None:
 
 
 @pytest.mark.versions
-def test_what_the_readme_says_is_found_again_after_a_stop(
+def test_the_readmes_command_finds_its_blocks_after_a_stop(
     model: Path, tmp_path: Path, started: list[Server]
 ) -> None:
     """With both values of ``when``, side by side."""
@@ -104,7 +104,7 @@ def test_what_the_readme_says_is_found_again_after_a_stop(
         server.ready()
         assert server.complete(PROMPT, "somebody else") == (expected, 0)
         assert server.complete(PROMPT, "a tenant") == (expected, HITS)
-        # what is counted last comes with the step that ends the last copy, after the answer
+        # the last counters come with the step that ends the last copy, after the answer
         until(lambda: sum(server.counts("hit_blocks_total", "nvme")) * BLOCK == HITS)  # noqa: B023
         assert len(server.lines("has not handed to nvme yet is lost")) == at_risk
     for server in again:

@@ -1,4 +1,4 @@
-"""Two engines that have nothing in common but a Redis server share what they computed."""
+"""Two engines that share only a Redis server share computed blocks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 KEY = {"KVLADDER_KEY": "5a" * 32}
 CODECS: list[list[str]] = [["checksum"], ["zstd", "checksum"], ["aes-gcm"]]
-"""Of a level each, in the database of that number."""
+"""The codecs of one level each, in the database of that number."""
 
 
 def over_redis(server: RedisServer) -> dict[str, Any]:
-    """Host memory, and three databases of one server below it, each with codecs of its own."""
+    """Return host memory, and three databases of one server below it, each with its own codecs."""
     levels = [
         {
             "name": codecs[0],
@@ -47,7 +47,7 @@ def over_redis(server: RedisServer) -> dict[str, Any]:
 
 
 def values(server: RedisServer) -> list[dict[bytes, bytes]]:
-    """What lies in each of the databases."""
+    """Return the values in each of the databases."""
     found: list[dict[bytes, bytes]] = []
     for db in range(len(CODECS)):
         with closing(server.client(db=db)) as client:
@@ -57,7 +57,7 @@ def values(server: RedisServer) -> list[dict[bytes, bytes]]:
 
 
 def keep_one_copy(server: RedisServer) -> list[int]:
-    """Of each block, in turn, the copy in one database; how many are left in each."""
+    """Keep one copy of each block, in alternate databases; return how many are left in each."""
     names = sorted(values(server)[0])
     for db in range(len(CODECS)):
         with closing(server.client(db=db)) as client:
@@ -68,7 +68,7 @@ def keep_one_copy(server: RedisServer) -> list[int]:
 def test_two_engines_share_prefixes_through_redis_only_with_every_codec(
     start: Start, server: RedisServer, reference: Tokens
 ) -> None:
-    """The second engine finds every third block in a database of its own."""
+    """The second engine finds every third block in another database."""
     steps = [["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"]]
     cold, first, _ = start(over_redis(server), *steps, env=KEY).finish()
     assert cold["tokens"] == reference

@@ -1,4 +1,4 @@
-"""What must not be served is not: other salts and weights, damage, dead tiers, wrong settings."""
+"""Blocks that must not be served: other salts and weights, damage, dead tiers, wrong settings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_flipped_byte_is_found_and_computed_again(
 def test_without_checks_damage_is_served_and_changes_the_answer(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
-    """The negative control: the bytes that come back are those that the engine computes with."""
+    """The negative control: the engine computes with the loaded bytes."""
     extra = {
         "arena": {"size": "64 MiB"},
         "tiers": [

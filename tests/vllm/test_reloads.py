@@ -1,4 +1,4 @@
-"""A real vLLM gets other weights while it runs, and sleeps: names follow what is in memory."""
+"""A real vLLM gets other weights while it runs, and sleeps: names follow the weights in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens = list[list[int]]
 def test_other_weights_are_noticed_named_apart_and_old_names_return(
     start: Start, tmp_path: Path, models: list[Path], reference: Tokens
 ) -> None:
-    """Other files under the model's path, once vLLM has read it, are not what names its blocks."""
+    """Files replaced under the model's path after vLLM has read it do not name its blocks."""
     extra = stack(tmp_path / "kv", on_reset="keep")
     link = tmp_path / "model"
     link.symlink_to(models[0])
@@ -41,7 +41,7 @@ def test_other_weights_are_noticed_named_apart_and_old_names_return(
     assert later["external"] == HITS
 
 
-def test_two_ranks_agree_on_what_was_loaded(
+def test_two_ranks_agree_on_the_loaded_weights(
     start: Start, tmp_path: Path, models: list[Path]
 ) -> None:
     run = start(
@@ -58,7 +58,7 @@ def test_two_ranks_agree_on_what_was_loaded(
     assert found == [0, HITS, 0, HITS, HITS]
 
 
-def test_an_engine_that_sleeps_takes_nothing_from_the_others(
+def test_a_sleeping_engine_removes_no_blocks_of_others(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
     with RedisServer(tmp_path / "redis") as server:

@@ -30,7 +30,7 @@ STACK = "arena: {size: 64 MiB}\ntiers:\n  - {type: host}\n"
 
 
 def serve(folder: Path, name: str, model: Path) -> tuple[Server, str]:
-    """A server that tells what it holds, and how the router is told of it."""
+    """Return a server that publishes its blocks, and the router's arguments for it."""
     where = folder / name
     where.mkdir()
     (where / "MODEL").symlink_to(model)
@@ -56,7 +56,7 @@ def routers() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def route(engines: list[str], *more: str) -> tuple[int, subprocess.Popen[bytes]]:
-    """The example, as its first lines say that it is started."""
+    """Start the example by the command in its first lines."""
     (port,) = free_ports(1)
     named = [part for engine in engines for part in ("--engine", engine)]
     line = [sys.executable, str(ROUTER), "--port", str(port), *named, *more]
@@ -64,7 +64,7 @@ def route(engines: list[str], *more: str) -> tuple[int, subprocess.Popen[bytes]]
 
 
 def ask(port: int, prompt: list[int], salt: str) -> tuple[list[int], int]:
-    """What is said after a prompt, and how much of it was found."""
+    """Return the answer to a prompt, and how many of its tokens were found."""
     told = answer_of(posted(port, {"prompt": prompt, "max_tokens": 4, "cache_salt": salt}))
     cached = (told["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
     return told["choices"][0]["token_ids"], cached
@@ -79,7 +79,7 @@ def posted(port: int, body: dict[str, Any]) -> Request:
 
 
 def answer_of(asked: Request) -> dict[str, Any]:
-    """What is answered, once the router has started."""
+    """Return the answer, once the router has started."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -106,7 +106,7 @@ def conversations(port: int, salt: str) -> tuple[list[list[int]], int]:
     return answers, found
 
 
-def test_a_router_that_knows_finds_more_than_turns(
+def test_a_router_with_an_index_finds_more_than_round_robin(
     model: Path, tmp_path: Path, started: list[Server], routers: list[subprocess.Popen[bytes]]
 ) -> None:
     servers, engines = zip(*(serve(tmp_path, name, model) for name in "ab"), strict=True)
@@ -120,7 +120,7 @@ def test_a_router_that_knows_finds_more_than_turns(
         results[salt] = conversations(port, salt)
     (said, in_turns), (again, by_index) = results["turns"], results["index"]
     assert said == again
-    whole = 5 * (10 + 13) * BLOCK  # of the second and third turns, what the ones before them left
+    whole = 5 * (10 + 13) * BLOCK  # of the second and third turns, the tokens of the turns before
     assert in_turns < 0.6 * whole
     assert by_index == whole
     for server in servers:

@@ -1,4 +1,4 @@
-"""What vLLM tells the world of a cache: Prometheus metrics, and KV events over ZeroMQ."""
+"""vLLM's reports on a cache: Prometheus metrics, and KV events over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.vllm.harness import BLOCK, HITS, PROMPTS, connector, stack, together
 
 ALL = len(PROMPTS) * HITS
 NUDGE = ["generate", {"prompts": [PROMPTS[0][:7]], "tokens": 2}]
-"""A few steps that store nothing, so that what has happened meanwhile is told."""
+"""A few steps that store nothing, so that pending reports are sent."""
 
 
 def scraped(text: str) -> dict[tuple[str, str], float]:
-    """By name and by the values of kvladder's own labels, in order."""
+    """Return the metrics by name and by the values of kvladder's own labels, in order."""
     from prometheus_client.parser import text_string_to_metric_families
 
     return {
@@ -29,7 +29,7 @@ OWN = {"tier", "reason", "direction", "source"}
 
 
 def replayed(batches: list[Any]) -> dict[tuple[str, str | None], dict[Any, Any]]:
-    """By medium and ownership, the events that stored what it holds, by hash."""
+    """Return the events that stored the held blocks, by medium and ownership, by hash."""
     found: dict[tuple[str, str | None], dict[Any, Any]] = {}
     for _time_s, events, rank in batches:
         assert rank == 0
@@ -47,7 +47,7 @@ def replayed(batches: list[Any]) -> dict[tuple[str, str | None], dict[Any, Any]]
 
 
 def require_metrics(seen: dict[tuple[str, str], float], stats: Any) -> None:
-    """What vLLM shows is what the cache counted."""
+    """Check that vLLM's metrics equal the counters of the cache."""
     for tier in ("host", "files"):
         for metric, field in {
             "tier_hit_blocks_total": "hits",
@@ -66,7 +66,7 @@ def require_metrics(seen: dict[tuple[str, str], float], stats: Any) -> None:
 
 
 def require_tokens(host: dict[Any, Any], heads: set[tuple[int, ...]]) -> None:
-    """Each block on the host was told with its tokens and, unless they are a head, its parent."""
+    """Check that each host block was announced with tokens and, except a head, its parent."""
     tokens = {tuple(PROMPTS[0][i : i + BLOCK]) for i in range(0, HITS, BLOCK)}
     for event in host.values():
         size, hashes = event["block_size"], event["block_hashes"]
@@ -81,7 +81,7 @@ def require_tokens(host: dict[Any, Any], heads: set[tuple[int, ...]]) -> None:
     assert not tokens, "every block of the first prompt was told with its tokens"
 
 
-def test_metrics_and_events_tell_what_the_cache_does(start: Start, files: Path) -> None:
+def test_metrics_and_events_match_the_work_of_the_cache(start: Start, files: Path) -> None:
     more = [prompt[::-1] for prompt in PROMPTS[:1]]
     run = start(
         stack(files),
@@ -102,7 +102,7 @@ def test_metrics_and_events_tell_what_the_cache_does(start: Start, files: Path) 
     require_metrics(scraped(text), stats)
     batches = [events["again"][str(number)] for number in range(len(events["again"]))]
     assert len(events["heard"]) > 5
-    for number, batch in events["heard"].items():  # but for what came before they found each other
+    for number, batch in events["heard"].items():  # except for events before they found each other
         assert batch == batches[int(number)]
     told = replayed(batches)
     host, below = told["CPU", None], told["STORAGE", "files"]

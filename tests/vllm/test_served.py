@@ -1,4 +1,4 @@
-"""Engines that share what they computed through a server, and through each other, over NIXL."""
+"""Engines that share computed blocks through a server, and through each other, over NIXL."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def over(level: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_engines_share_prefixes_through_a_server_and_read_each_other(
     start: Start, server: Server, reference: Tokens, tmp_path: Path
 ) -> None:
-    """The second finds all that the first stored, and the third what the first has in memory,
-    when the server is dead; without either, nothing but that is lost.
+    """The second engine finds all blocks of the first on the server.
+
+    The third finds the blocks in the first one's memory when the server is dead. Without either,
+    only these blocks are lost.
     """
     (port,), goes_on = free_ports(1), tmp_path / "goes on"
     waits = ["call", {"function": "tests.vllm.operate:until", "path": str(goes_on)}]
@@ -88,8 +90,10 @@ def test_engines_share_prefixes_through_a_server_and_read_each_other(
 def test_ranks_of_data_parallelism_share_through_a_server_that_is_killed_in_between(
     model: Path, tmp_path: Path, server: Server, started: list[Vllm]
 ) -> None:
-    """What either rank computed the other one gets, and says the same; without the server both
-    compute, and with it again they share again. Each rank lets others read its blocks, too.
+    """Each rank loads the other's blocks, and gives the same answers.
+
+    Without the server both compute, and with it they share again. Each rank also exports its
+    blocks.
     """
     (tmp_path / "MODEL").symlink_to(model)
     export = {"listen": "127.0.0.1:0", "keys": str(server.keys / "server.keys")}
@@ -112,7 +116,7 @@ def test_ranks_of_data_parallelism_share_through_a_server_that_is_killed_in_betw
         return vllm.complete(prompt, "a tenant", rank=by)
 
     def shared(first: int) -> tuple[bool, bool]:
-        """Whether the ranks say the same after a prompt, and whether the second got all of it."""
+        """Return whether the ranks give the same answer, and whether the second got all of it."""
         prompts.append(numbers.choices(range(3, 1000), k=700))
         before = server.stats()["export"]["taken"]
         tokens, cached = said(first, prompts[-1])
@@ -137,7 +141,7 @@ def test_ranks_of_data_parallelism_share_through_a_server_that_is_killed_in_betw
         return bool(stats(rank)["far"]["stored"] > before)
 
     server.again()
-    for rank in (0, 1):  # it is connected again in the background, and tells nobody
+    for rank in (0, 1):  # it is reconnected in the background, without a message
         until(lambda rank=rank: stores(rank))  # type: ignore[misc]
     assert shared(0) == shared(1) == (True, True)
     assert server.stats()["export"]["lies"] == 0

@@ -1,4 +1,4 @@
-"""A real vLLM gets its KV blocks back, and says the same as without: the ways that must work."""
+"""A real vLLM loads its KV blocks, and gives the same answers as without: the supported modes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_a_new_process_is_served_from_files(start: Start, files: Path, reference
     assert stats["files"]["corrupt"] == 0
 
 
-def test_the_shape_with_several_processes(start: Start, files: Path, reference: Tokens) -> None:
+def test_an_engine_of_several_processes_is_served_from_files_and_host(
+    start: Start, files: Path, reference: Tokens
+) -> None:
     socket = files.parent / "several.sock"
     run = start(
         stack(files, control=str(socket)),
@@ -58,7 +60,7 @@ def test_the_shape_with_several_processes(start: Start, files: Path, reference: 
     assert stats["files"]["hits"] * BLOCK == stats["host"]["hits"] * BLOCK == ALL
 
 
-def test_a_prompt_that_is_computed_in_parts(
+def test_a_prompt_computed_in_parts_is_served(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
     run = start(
@@ -79,7 +81,7 @@ def test_a_prompt_that_is_computed_in_parts(
     assert later["host"]["stored"] - stats["host"]["stored"] == generated
 
 
-def test_loads_that_a_step_waits_for(start: Start, files: Path, reference: Tokens) -> None:
+def test_a_step_may_wait_for_its_loads(start: Start, files: Path, reference: Tokens) -> None:
     def load(way: str) -> list[Any]:
         return ["call", {"function": "tests.vllm.life:load", "way": way}]
 
@@ -119,7 +121,7 @@ def test_a_reset_of_the_connector_forgets_everything(
     assert (stats["host"]["blocks"], stats["files"]["blocks"]) == (0, 0)
 
 
-def test_under_pressure_requests_are_preempted_and_say_the_same(start: Start, files: Path) -> None:
+def test_preempted_requests_give_the_same_answers(start: Start, files: Path) -> None:
     prompts = [prompt[: 300 + 40 * i] for i, prompt in enumerate(PROMPTS * 2)]
     run = start(
         stack(files),
@@ -166,7 +168,7 @@ def test_nothing_outlives_an_engine_that_is_killed_while_it_saves(
     run = start(extra, ["each", {"prompts": PROMPTS}], *[["stats"]] * 3, ["generate", {
         "prompts": [[prompt[0], *prompt] for prompt in PROMPTS], "tokens": 2000}])  # fmt: skip
     committed = killed_while_saving(run)
-    assert run.alive() == []  # and with the last process goes the arena, which has no name
+    assert run.alive() == []  # the arena, which has no name, ends with its last process
     again = start(stack(tmp_path / "kv"), ["each", {"prompts": PROMPTS}], ["stats"])
     warm, stats = again.finish()
     assert warm["tokens"] == reference
@@ -185,7 +187,7 @@ def killed_while_saving(run: Run) -> int:
         assert time.monotonic() < end
         time.sleep(0.1)
     committed: int = run.so_far()[3]["files"]["stored"]
-    time.sleep(0.5)  # it is in the middle of its last step, which takes much longer
+    time.sleep(0.5)  # it is in its last step, which takes much longer
     assert run.process.poll() is None
     run.kill()
     return committed

@@ -10,6 +10,6 @@ from tests.vllm.soak import MIXES, soak
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_random_requests(tmp_path: Path, mix: str) -> None:
+def test_random_requests_get_right_answers(tmp_path: Path, mix: str) -> None:
     found = soak(mix, seconds=120 / len(MIXES), seed=1, folder=tmp_path)
     assert min(found["resets"], found["aborted"]) > 0

@@ -1,7 +1,7 @@
 """Make a tiny random model that vLLM can serve: ``python tiny_model.py DIRECTORY SEED [KIND]``.
 
-Its weights are larger than a trained model's would be, so that what it says depends on all that
-it has read: with a wrong KV cache the answer is another one.
+Its weights are larger than a trained model's would be, so that its answer depends on the whole
+prompt: a wrong KV cache changes the answer.
 """
 
 import sys
@@ -53,7 +53,7 @@ def llama_100m() -> Any:
 
 
 def llama_wide() -> Any:
-    """The same with little to compute and much to keep, 128 KiB a token: what caches take shows."""
+    """The same with little to compute and much to store, 128 KiB a token: cache costs show."""
     return llama(layers=8, heads=16, kv=16, dim=128)
 
 

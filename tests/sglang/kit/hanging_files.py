@@ -1,6 +1,6 @@
-"""Files whose calls wait, or some of which fail, as long as the file that ``HANGS`` names exists.
+"""A files tier with calls that wait or fail while the file named by ``HANGS`` exists.
 
-It is empty, or says which share of the calls fails.
+The file is empty, or holds the share of calls that fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvladder.tiers.files.tier import FilesTier
 
 
 def told():
-    """What the file says; raises FileNotFoundError if there is none."""
+    """Return the content of the file; raise FileNotFoundError if there is none."""
     return pathlib.Path(os.environ["HANGS"]).read_text()
 
 

@@ -1,7 +1,7 @@
-"""What SGLang's hierarchical cache needs on a CPU; a plug-in, called in each of its processes.
+"""The parts that SGLang's hierarchical cache needs on a CPU; a plug-in for each of its processes.
 
-Three copies between device and host pools, of which ``sgl_kernel`` has kernels for CUDA, and memory
-that is not pinned, for host pools and adapters.
+Three copies between device and host pools, for which ``sgl_kernel`` has kernels for CUDA, and
+memory that is not pinned, for host pools and adapters.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""Runs in each process of an engine: gives ``import`` modules that SGLang names and does not use.
+"""Runs in each process of an engine: provides modules that SGLang imports and does not use.
 
-Of torchvision there is no wheel for this torch, IPython is for notebooks, soundfile for sound. Who
-only asks whether there is one (transformers, by ``importlib.util.find_spec``) is told that there is
-none.
+There is no wheel of torchvision for this torch; IPython is for notebooks, soundfile for sound. A
+caller that only looks for a module (transformers, by ``importlib.util.find_spec``) finds none.
 """
 
 import importlib.abc
@@ -12,11 +11,11 @@ import types
 
 ABSENT = {"torchvision", "IPython", "soundfile"}
 FRAMES = 6
-"""So far up whoever asks is looked for: import's own frames lie between."""
+"""How many frames up the importing module is searched: import's own frames lie between."""
 
 
 class Inert(types.ModuleType):
-    """A module whose content raises when it is called."""
+    """A module with members that raise when they are called."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

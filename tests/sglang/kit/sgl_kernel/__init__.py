@@ -1,6 +1,6 @@
-"""Stands in for ``sgl_kernel``, of which the package index has builds for CUDA alone.
+"""Stands in for ``sgl_kernel``, which the package index has for CUDA alone.
 
-On a CPU without AMX none of its operations is called: importing has to work, calling raises.
+On a CPU without AMX none of its operations is called: imports must work, and calls raise.
 """
 
 

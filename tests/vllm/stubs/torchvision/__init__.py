@@ -1,7 +1,7 @@
-"""Stands in for torchvision, which has no build that goes with a CPU's torch of any version.
+"""Stands in for torchvision, which has no build for a CPU's torch of any version.
 
-vLLM and Transformers import names from it wherever a model looks at pictures. Whatever they ask
-for is there; what they call raises. Pictures are processed by Pillow, see ``pictures.py``.
+vLLM and Transformers import names from it for models that read pictures. Every name exists, and
+every call raises. Pillow processes the pictures, see ``pictures.py``.
 """
 
 import enum
@@ -15,7 +15,7 @@ __version__ = "0.28.0"
 
 
 class Mode(enum.Enum):
-    """How pictures are made larger and smaller."""
+    """The ways to resize pictures."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
