@@ -99,7 +99,7 @@ def _sockets(target: Path) -> list[Path]:
         raise ConfigError("no control socket configured", path=str(target), hint=hint)
     found = sockets(path)
     if not found:
-        raise ConfigError(f"there is no socket {path}", path=WHERE, hint="start the engine")
+        raise ConfigError(f"no control socket at {path}", path=WHERE, hint="start the engine")
     return found
 
 

@@ -179,7 +179,10 @@ def test_a_level_whose_settings_cannot_be_says_so(given: dict[str, Any], told: s
     [
         ({"listen": "0.0.0.0:1", "roster": "redis://h"}, "host: missing (expected the host"),
         ({"listen": "h:1", "roster": "redis://h", "host": "h:1"}, "host: 'h:1' (expected a host"),
-        ({"listen": "h:1", "name": "a"}, "name: has no effect (it is for a server"),
+        (
+            {"listen": "h:1", "name": "a"},
+            "name: has no effect without export.roster (set export.roster too",
+        ),
         ({"listen": "h:1", "roster": "geheim"}, "roster: not a URL of a Redis"),
         ({"roster": "redis://h"}, "listen: missing"),
     ],

@@ -153,7 +153,7 @@ def test_handlers_of_others_collect_beside_our_own() -> None:
 def test_what_is_no_handler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     registry.register("handlers", "none", dict)
-    with pytest.raises(ConfigError, match="'none' is no ResourceHandler"):
+    with pytest.raises(ConfigError, match="'none': expected a class derived from ResourceHandler"):
         handlers()
 
 

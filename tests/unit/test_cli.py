@@ -112,13 +112,13 @@ def test_check_says_what_it_assumes(stack, model, capsys):
     out = capsys.readouterr().out
     assert 16 * 2 * 32 * 8 * 64 == 512 << 10
     assert "1 block = 16 tokens = 512 KiB\n" in out
-    assert "16 tokens per block are assumed: the engine decides" in out
+    assert "assumed 16 tokens per block: set --block-tokens to the engine's number" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--dtype", "fp8"], "kvladder: --dtype: says nothing without a model (add --model)"),
+        (["--dtype", "fp8"], "kvladder: --dtype: has no effect without a model (add --model)"),
         (["--block-tokens", "0"], "kvladder: --block-tokens: 0 (expected 1 or more)"),
         (["--model", "/no/such/file"], "kvladder: /no/such/file: No such file"),
     ],

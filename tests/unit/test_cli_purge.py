@@ -125,7 +125,7 @@ def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, c
         assert main(["purge", config, "--salt", "red", "--wait", "10"]) == 0
         said = capsys.readouterr().out
         assert "kv.sock: host: 3 blocks removed" in said
-        assert f"files: 3 blocks removed, 3 overwritten, of {SPACE}" in said
+        assert f"files: 3 blocks removed, 3 overwritten, in namespace {SPACE}" in said
     whole = load_config(config)
     with open_manager(whole, LAYOUT) as one, open_manager(whole, LAYOUT, instance=1) as other:
         assert one.lookup(KEYS).total == other.lookup(KEYS).total == 0
@@ -177,7 +177,7 @@ def test_a_salt_is_read_from_where_nobody_sees_it(config, tmp_path, monkeypatch,
     [
         (b"", "is empty"),
         (b"\n", "is empty"),
-        (b"red\nblue\n", "is more than one line"),
+        (b"red\nblue\n", "has more than one line"),
         (b"r" * 9000, "too long"),
         (b"\xff", "is not UTF-8 text"),
         (None, "cannot be read: No such file"),

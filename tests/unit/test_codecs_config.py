@@ -88,7 +88,7 @@ def test_layers_that_nobody_knows_are_refused(said):
     ("codecs", "says"),
     [
         (["zstd", {"name": "fp8", "allow_lossy": True}], "as the engine wrote them"),
-        (["aes-gcm", "zstd"], "what is encrypted does not shrink"),
+        (["aes-gcm", "zstd"], "encrypted data does not shrink"),
     ],
 )
 def test_the_order_has_to_make_sense(codecs, says):

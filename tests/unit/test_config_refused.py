@@ -65,7 +65,7 @@ def test_a_control_socket_has_a_name(refusal, path):
 def test_empty_text_stands_for_no_weights(refusal, text):
     error = refusal({**tiers(), "model": {"fingerprint": text}})
     assert error.path == "model.fingerprint"
-    assert "expected auto, or text that changes whenever the weights do" in str(error)
+    assert "expected auto, or text that changes whenever the weights change" in str(error)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
@@ -137,7 +137,7 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"min_priority": "high"}, ".min_priority", "'high' (expected a priority, 0 to 100)"),
         ({"min_priority": "35"}, ".min_priority", "'35' (expected a priority, 0 to 100)"),
         ({"when": "comit"}, ".when", "'evict' or 'commit' or 'never', did you mean 'commit'?"),
-        ({"when": "never"}, ".when", "expected evict or commit: nobody else writes to this tier"),
+        ({"when": "never"}, ".when", "evict or commit: only this cache writes to this tier"),
         ({"min_hits": -1}, ".min_hits", "-1 (expected a whole number, 0 or more)"),
         ({"ttl": "0 s"}, ".ttl", "'0 s' (expected a duration"),
         ({"capacity": "1 XB"}, ".capacity", "unknown unit 'XB'"),
@@ -152,8 +152,8 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"codecs": [{"name": "zstd", "leval": 3}]}, ".codecs[0].leval", "did you mean 'level'?"),
         ({"codecs": [{"name": "zstd", "level": 20}]}, ".codecs[0].level", "a level from -7 to 19"),
         ({"codecs": [{"name": "zstd", "allow_lossy": True}]}, ".codecs[0].allow_lossy", "unknown"),
-        ({"codecs": ["checksum", "zstd"]}, ".codecs[1]", "it comes last"),
-        ({"codecs": ["zstd"] * 7}, ".codecs", "7 codecs (at most 6)"),
+        ({"codecs": ["checksum", "zstd"]}, ".codecs[1]", "put the checksum last"),
+        ({"codecs": ["zstd"] * 7}, ".codecs", "7 codecs (expected at most 6)"),
         ({"timeout": "fast"}, ".timeout", "'fast' (expected a duration"),
         ({"queue": "0 %"}, ".queue", "0 % (expected more than 0)"),
         ({"breaker": {"failures": 0}}, ".breaker.failures", "0 (expected a whole number, 1"),
@@ -176,8 +176,8 @@ def test_a_wrong_level(refusal, settings, path, says):
 @pytest.mark.parametrize(
     ("codecs", "says"),
     [
-        (["checksum", "checksum"], "'checksum' twice (name it once)"),
-        (["checksum", "rot13"], "'rot13' is no Codec"),
+        (["checksum", "checksum"], "'checksum' is listed twice (list it once)"),
+        (["checksum", "rot13"], "'rot13': expected a class derived from Codec"),
     ],
 )
 def test_a_codec_is_one_and_named_once(refusal, monkeypatch, codecs, says):

@@ -116,7 +116,7 @@ def test_a_control_socket_without_a_directory(tmp_path):
 
 def test_a_control_socket_that_cannot_have_its_name(tmp_path):
     (tmp_path / "file").touch()
-    for name, says in (("x" * 120, "a socket's name has at most 107 bytes"), ("file", "no socket")):
+    for name, says in (("x" * 120, "a path of at most 107 bytes"), ("file", "not a socket")):
         (error,) = preflight(config(control=str(tmp_path / name))).errors
         assert error.path == "control.path"
         assert says in str(error)
@@ -175,7 +175,7 @@ def test_check_looks_there_unless_it_is_told_not_to(tmp_path, capsys, monkeypatc
     assert first.startswith(f"kvladder: {stack}: tiers[1].path: {tmp_path}/none does not exist")
     assert second.startswith(f"kvladder: {stack}: tiers[2].codecs.aes-gcm.variable: KVLADDER_KEY")
     assert main(["check", str(stack), "--offline"]) == 0
-    assert "found there" not in capsys.readouterr().out
+    assert "found on this system" not in capsys.readouterr().out
     stack.write_text(
         text.replace("/none/kv", "/other").replace("codecs: [aes-gcm]", "when: commit")
     )

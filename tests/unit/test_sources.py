@@ -404,7 +404,7 @@ def test_the_short_form_may_be_host_alone():
         ({"host": "1 GiB", "files": 5}, "files", "5 (expected a directory)"),
         ({"host": "1 GiB", "files": ""}, "files", "'' (expected a directory)"),
         ({"host": "1 GiB", "files": "/x", "capacity": "x"}, "capacity", "'x' (expected a size"),
-        ({"host": "1 GiB", "capacity": "1 GiB"}, "capacity", "it goes with files:"),
+        ({"host": "1 GiB", "capacity": "1 GiB"}, "capacity", "it needs files:, too"),
         ({"host": "1 GiB", "arena": {}}, "arena", "the short form and the long form are mixed"),
         ({"host": "1 GiB", "filse": "/x"}, "filse", "did you mean 'files'?"),
     ],
