@@ -32,7 +32,7 @@ def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> No
             cold = cold or "changed" in told
             parts.append(f"{level.name}: {_found(level, told, block_bytes)}")
         elif level.tier.shared:
-            parts.append(f"{level.name}: shared, asked as requests come")
+            parts.append(f"{level.name}: shared, asked for each request")
     say = logger.warning if cold else logger.info
     say("%s", "; ".join([f"namespace {space.hex()[:SHOWN_DIGITS]}", *parts]))
 

@@ -429,7 +429,7 @@ def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> No
 
 
 def test_two_groups_of_one_name_are_refused() -> None:
-    with pytest.raises(PlanError, match="a name of its own"):
+    with pytest.raises(PlanError, match="give each group its own name"):
         Model(stack(), Group("all", 4), Group("all", 4))
 
 

@@ -241,7 +241,10 @@ def test_a_plan_is_measured_over_one_sequence_and_resized() -> None:
     [
         ([], "no resources"),
         ([Layer("a", 2, 8, "float16"), Side("s", "b", 4)], "s: 'b' is no paged layer.*one of: a"),
-        ([PerSequence("x", (3,), "float32")], "plan: nothing is pooled: x are by themselves"),
+        (
+            [PerSequence("x", (3,), "float32")],
+            "plan: nothing can be pooled; allocated separately: x",
+        ),
         ([Layer("a", 2, 1 << 20, "float32")], "do not hold one sequence of 64 tokens"),
         (
             [Layer("a", 2, 8, "float16"), PerSequence("x", (1 << 23,), "float32")],

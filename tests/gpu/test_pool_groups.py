@@ -238,7 +238,7 @@ def test_s7_a_prefix_goes_on_into_a_block_that_every_group_has_a_part_of(
 
 def test_s7_where_states_end_with_every_block_nothing_is_matched_in_part() -> None:
     for groups in ((FULL, WIDE), (STATE,)):
-        with pytest.raises(ConfigError, match="at a multiple of [48] tokens"):
+        with pytest.raises(ConfigError, match="at multiples of [48] tokens only"):
             model(*groups, partial="copy")
 
 

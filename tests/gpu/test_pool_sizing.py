@@ -297,7 +297,10 @@ def test_what_a_stack_says_of_the_device_is_what_is_sized(
         ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
         ({"--context": "0"}, "--context: 0 (expected 1 token or more)"),
         ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (a power of two above 1)"),
-        ({"--state-dtype": "fp9"}, "state dtype 'fp9' (--state-dtype with one of: bfloat16,"),
+        (
+            {"--state-dtype": "fp9"},
+            "unsupported state dtype 'fp9' (set --state-dtype to one of: bfloat16,",
+        ),
         ({"--checkpoint-tokens": "8"}, "--checkpoint-tokens: 8 tokens"),
         ({"--model": "/nowhere"}, "No such file"),
     ],

@@ -77,7 +77,7 @@ def test_a_suspended_request_goes_on_where_it_was(
     engine.requests.append(again, [53])
     engine.compute(again)
     engine.requests.release(again)
-    with pytest.raises(NotReady, match="resumed before"):
+    with pytest.raises(NotReady, match="already resumed or discarded"):
         engine.cache.resume(suspended)
     engine.settle()
     assert all(pool.free == pool.blocks for pool in engine.cache.pools)

@@ -207,7 +207,7 @@ def test_what_one_engine_invents_takes_nothing_from_the_others() -> None:
         index.stored("b", "GPU", [9], tokens=range(9), block_size=9)
     fill(index, "c", 20)
     fill(index, "c", 20)  # again: these are no more
-    with pytest.raises(ValueError, match="c holds 20 blocks, and 1 more are told: expected 20"):
+    with pytest.raises(ValueError, match="c holds 20 blocks, and it reports 1 more: expected 20"):
         fill(index, "c", 21)
     index.stored("good", "CPU/host", [1], tokens=range(9), block_size=9)
     assert index.match(list(range(9)))[0] == Match("good", 9, {"CPU/host": 1})

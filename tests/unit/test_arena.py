@@ -329,7 +329,7 @@ def test_several_threads_make_it_of_huge_pages_or_say_why_not(
         arena = Arena.create(9, MIB)
     assert arena.address % HUGE_PAGE_BYTES == 0
     huge = int(mapped(arena, "ShmemPmdMapped")) * 1024
-    assert (huge == arena.size_bytes) != ("have no huge pages" in caplog.text)
+    assert (huge == arena.size_bytes) != ("of the arena has no huge pages" in caplog.text)
     assert resident_bytes(arena) == arena.size_bytes
     assert not any(arena.view(Slot(8)))
     arena.close()
@@ -344,7 +344,7 @@ def test_where_huge_pages_are_not_allowed_it_is_made_all_the_same_and_said_once(
         arena = Arena.create(9, MIB)
     assert resident_bytes(arena) == arena.size_bytes
     assert [record.message for record in caplog.records] == [
-        "100 % of the arena have no huge pages: Invalid argument"
+        "100 % of the arena has no huge pages: Invalid argument"
     ]
     arena.close()
 

@@ -103,7 +103,7 @@ def test_a_directory_has_no_null_character(refusal):
         ({"arena": {"size": "8 GiBs"}}, "arena.size", "'8 GiBs' (unknown unit 'GiBs': one of KiB"),
         ({"arena": {"size": "-1 GiB"}}, "arena.size", "'-1 GiB' (expected a size such as"),
         ({"arena": {"size": 0}}, "arena.size", "0 (expected a size such as"),
-        ({"arena": {"size": 8}}, "arena.size", "8 (8 bytes without a unit hold nothing, did you"),
+        ({"arena": {"size": 8}}, "arena.size", "8 (8 bytes without a unit are too few, did you"),
         ({"arena": {"size": -5}}, "arena.size", "-5 (expected a size"),
         ({"arena": {"size": None}}, "arena.size", "missing (expected a size"),
         ({"arena": {"size": ["1 GiB"]}}, "arena.size", "a list (expected a size"),

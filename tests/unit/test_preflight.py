@@ -93,7 +93,7 @@ def test_a_tier_in_a_process_of_its_own(tmp_path, monkeypatch):
     order.write_text("exit")
     found = preflight(config(unruly))
     ended = "the process of UnrulyTier has ended: exit status 3"
-    assert found.warnings == [f"tiers[1]: it cannot be looked at: {ended}"]
+    assert found.warnings == [f"tiers[1]: the tier cannot be examined: {ended}"]
     assert (found.errors, "unruly" in found.facts) == ([], False)
 
 
@@ -133,7 +133,9 @@ def test_addresses_for_events():
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         found = preflight(config(events={"publish": address}))
     assert found.errors == []
-    assert found.warnings == [f"events.publish: {address} is in use: does an engine run already?"]
+    assert found.warnings == [
+        f"events.publish: {address} is already in use, perhaps by a running engine"
+    ]
     (error,) = preflight(config(events={"publish": "tcp://no.such.host.invalid:1"})).errors
     assert error.path == "events.publish"
 

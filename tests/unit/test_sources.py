@@ -98,7 +98,7 @@ def test_aliases_do_not_multiply_without_end(refusal, load):
     for before, name in pairwise("abcdefghi"):
         lines.append(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]")
     error = refusal("\n".join(lines))
-    assert "more than 10000 values, with what aliases repeat" in str(error)
+    assert "more than 10000 values, including those that aliases repeat" in str(error)
     assert "line 5, column 4" in error.path
     error = refusal(tiers(), env={"KVLADDER__EVENTS__MAX": "{" + ", ".join(lines) + "}"})
     assert error.path == "events.max"
