@@ -118,7 +118,7 @@ class PlanMemory:
     def _named(self, name: str, what: str, names: list[str]) -> torch.Tensor:
         if name not in names:
             hint = nearest(name, names) if names else f"the plan has no {what}"
-            raise PlanError(f"{name!r}: expected the name of a {what}", path="plan", hint=hint)
+            raise PlanError(f"{name!r} is not a {what}", path="plan", hint=hint)
         return self._view(name)
 
     def _raw(self, name: str) -> torch.Tensor:

@@ -296,7 +296,7 @@ def test_what_a_stack_says_of_the_device_is_what_is_sized(
         ({"--memory": "1 MiB"}, "holds no sequence of 8192 tokens"),
         ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
         ({"--context": "0"}, "--context: 0 (expected 1 token or more)"),
-        ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (a power of two above 1)"),
+        ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (expected a power of two above 1)"),
         (
             {"--state-dtype": "fp9"},
             "unsupported state dtype 'fp9' (set --state-dtype to one of: bfloat16,",
