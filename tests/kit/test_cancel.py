@@ -62,6 +62,6 @@ async def test_what_is_awaited_is_cancelled_with_it() -> None:
 
 async def test_polling_is_found_out() -> None:
     work = steps([])
-    with pytest.raises(AssertionError, match="does it poll"):
+    with pytest.raises(AssertionError, match="the work may poll"):
         await cancel_at(work, 1001)
     work.close()
