@@ -249,7 +249,7 @@ def in_regions(division: Division) -> Division:
     least = [-(-share.needed * share.block_bytes // size) for share in shares]
     if count < REGIONS_MIN or sum(least) > count:
         what = f"{memory} bytes hold {count} regions of {size} bytes; a sequence needs {sum(least)}"
-        hint = f"expected {REGIONS_MIN} regions or more, and all for a sequence; or leave it out"
+        hint = f"expected {REGIONS_MIN} regions or more and room for a sequence; or leave it out"
         raise PlanError(what, path="gpu.rebalance", hint=hint)
     # Each pool gets its share in whole regions, but enough for a sequence. Then single regions are
     # added or taken where that changes the shares least.

@@ -48,5 +48,5 @@ def _found(level: Level, told: dict[str, str], block_bytes: int) -> str:
     if not count and "changed" in told:
         text += f"; cold: {told['changed']}"
     elif not count and "differs" in told:
-        text += f"; the nearest differs: {told['differs']}"
+        text += f"; the most similar namespace differs: {told['differs']}"
     return text
