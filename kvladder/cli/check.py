@@ -34,13 +34,13 @@ def check(
     Parameters
     ----------
     config:
-        the YAML file
+        read this YAML file
     model:
-        a model's config.json (or its folder), to print sizes in blocks and tokens
+        print sizes in blocks and tokens for this model: its config.json, or its folder
     dtype:
-        data type of the KV cache, such as fp8 (default: the model's)
+        assume this data type of the KV cache, such as fp8 (default: the model's)
     block_tokens:
-        tokens per block of the engine (default: the file's, or 16)
+        assume N tokens per block (default: the file's number, or 16)
     all_:
         print all settings, including defaults
     offline:

@@ -54,25 +54,26 @@ def eval_(
     Parameters
     ----------
     model:
-        a folder with a causal language model of transformers
+        run the causal language model of transformers in this folder
     prompts:
-        a file with one prompt per line: text, or token ids as [1, 2, ...]
+        read prompts from this file, one per line: text, or token ids as [1, 2, ...]
     codec:
-        codecs to measure, written as in a stack: fp8, {name: zstd, level: 3}, or a list of them
+        measure these codecs, written as in a stack: fp8, {name: zstd, level: 3}, or a list of them
     gpu:
-        settings of pools to measure instead of codecs, written as a stack's gpu, with dtype and
+        measure these settings of pools instead of codecs, written as a stack's gpu, with dtype and
         windows only: {dtype: fp8, windows: [4096, 0]}
     kinds:
-        with --codec, kinds of layers to encode, as in allow_lossy, such as full,window
+        with --codec, encode only these kinds of layers, as in allow_lossy, such as full,window
         (default: all)
     tokens:
         use at most N tokens per prompt (default %(default)s)
     block_tokens:
-        tokens per block (default %(default)s)
+        use N tokens per block (default %(default)s)
     max_divergence:
-        highest allowed mean Kullback-Leibler divergence of the predictions, in nats per token
+        exit with 1 if the mean Kullback-Leibler divergence is above N nats per token
     min_agreement:
-        lowest allowed share of tokens, 0 to 1, after which the most likely next token is the same
+        exit with 1 if the most likely next token is the same after less than this share of tokens,
+        0 to 1
     """
     chosen = _chosen(codec, gpu, kinds)
     for flag, count, least in (

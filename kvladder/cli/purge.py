@@ -80,19 +80,19 @@ def purge(
     Parameters
     ----------
     config:
-        the YAML file
+        read this YAML file
     namespace:
-        64 hexadecimal digits, as an engine prints them at start (default: the running cache's, and
-        in directories every namespace); required for servers
+        purge this namespace: 64 hexadecimal digits, as an engine prints them at start (default: the
+        running cache's, and in directories every namespace); required for servers
     salt:
-        only blocks of requests with this cache salt; other users of this machine can read it in
-        the list of processes
+        purge only blocks of requests with this cache salt; other users of this machine can read it
+        in the list of processes
     salt_file:
-        a file with the cache salt as its only line; - for standard input
+        read the cache salt, the only line, from this file; - for standard input
     all_:
-        all blocks, regardless of owner
+        purge all blocks, regardless of owner
     wait_s:
-        seconds to wait for a running cache (default %(default)g)
+        wait at most N seconds for a running cache (default %(default)g)
 
     Raises
     ------

@@ -27,11 +27,11 @@ def serve(
     Parameters
     ----------
     config:
-        the YAML file, with block: and export: beside arena: and tiers:
+        read this YAML file, with block: and export: beside arena: and tiers:
     new_keys:
         create the keys of a server and of its clients in this folder, and exit
     flush_s:
-        seconds to write remaining blocks at exit (default: 60)
+        at exit, write remaining blocks for at most N seconds (default: 60)
 
     Raises
     ------

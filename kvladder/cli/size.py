@@ -43,23 +43,23 @@ def size(
     Parameters
     ----------
     model:
-        a model's config.json (or its folder)
+        read this model's config.json, or the one in this folder
     memory:
-        device memory for the cache, for example 40GiB
+        use this much device memory for the cache, for example 40GiB
     context:
-        tokens per sequence
+        assume N tokens per sequence
     step:
-        tokens computed at a time, as with chunked prefill (default %(default)s)
+        compute N tokens at a time, as with chunked prefill (default %(default)s)
     dtype:
-        data type of the KV cache, such as fp8 (default: the model's)
+        use this data type for the KV cache, such as fp8 (default: the model's)
     state_dtype:
-        data type of recurrent states (default: the one in config.json, else the model's)
+        use this data type for recurrent states (default: config.json's, else the model's)
     block_tokens:
-        tokens per block (default %(default)s)
+        use N tokens per block (default %(default)s)
     checkpoint_tokens:
-        tokens between kept states of a hybrid model (default %(default)s: none are kept)
+        keep a state of a hybrid model every N tokens (default %(default)s: keep none)
     stack:
-        a YAML file: its tiers are sized too, and its gpu.dtype, windows, shares and reuse apply
+        size the tiers of this YAML file too, and apply its gpu.dtype, windows, shares and reuse
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
