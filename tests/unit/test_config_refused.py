@@ -160,8 +160,8 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"breaker": {"retry": "2 m"}}, ".breaker.retry_max", "expected at least breaker.retry"),
         ({"breaker": {"retri": 1}}, ".breaker.retri", "did you mean 'retry'?"),
         ({"breaker": [1]}, ".breaker", "a list (expected keys with values)"),
-        ({"name": "host"}, ".name", "'host' is the name of tiers[0]"),
-        ({"name": "arena"}, ".name", "'arena' is taken"),
+        ({"name": "host"}, ".name", "'host' is already the name of tiers[0]"),
+        ({"name": "arena"}, ".name", "'arena' is reserved"),
         ({"name": "a b"}, ".name", "'a b' (expected letters, digits, - and _"),
         ({"name": 5}, ".name", "5 (expected letters"),
         ({"type": "memroy"}, ".type", "unknown tier type 'memroy' (did you mean 'memory'?)"),
@@ -197,9 +197,9 @@ def test_a_level_needs_a_capacity(refusal):
     ("settings", "path", "says"),
     [
         ({"capacity": "1 GiB"}, "capacity", "set arena.size"),
-        ({"codecs": ["checksum"]}, "codecs", "the host level has none"),
-        ({"when": "commit"}, "when", "the host level has none"),
-        ({"breaker": {}}, "breaker", "the host level has none"),
+        ({"codecs": ["checksum"]}, "codecs", "the host level has no such key"),
+        ({"when": "commit"}, "when", "the host level has no such key"),
+        ({"breaker": {}}, "breaker", "the host level has no such key"),
         ({"mini_priority": 3}, "mini_priority", "did you mean 'min_priority'?"),
         ({"min_priority": 300}, "min_priority", "0 to 100"),
     ],
@@ -213,7 +213,7 @@ def test_the_host_level_has_no_setting_without_effect(refusal, settings, path, s
 def test_the_host_level_comes_first(refusal):
     source = {"arena": {"size": "1 GiB"}, "tiers": [cold(), {"type": "host"}]}
     error = refusal(source)
-    assert (error.path, error.message) == ("tiers[0].type", "'memory', not host")
+    assert (error.path, error.message) == ("tiers[0].type", "'memory' instead of host")
     source = {"arena": {"size": "1 GiB"}, "tiers": [{"type": "hots"}]}
     assert "did you mean 'host'?" in str(refusal(source))
 
@@ -226,7 +226,9 @@ def test_two_tiers_do_not_share_a_directory(refusal, tmp_path):
     for path in (kv, f"{kv}/", link / "kv", tmp_path / "other" / ".." / "kv"):
         error = refusal(tiers(first, {**first, "name": "second", "path": str(path)}))
         assert error.path == "tiers[2].path"
-        assert f"'{kv}' is the path of tiers[1] (give each tier a path of its own)" in str(error)
+        assert f"'{kv}' is already the path of tiers[1] (give each tier a path of its own)" in str(
+            error
+        )
     apart = {**first, "name": "second", "path": str(tmp_path / "kv2")}
     assert len(load_config(tiers(first, apart), env={}).levels) == 2
 
@@ -234,4 +236,6 @@ def test_two_tiers_do_not_share_a_directory(refusal, tmp_path):
 def test_two_tiers_of_one_type_need_names(refusal):
     error = refusal(tiers(cold(), cold()))
     assert error.path == "tiers[2].name"
-    assert "'memory' is the name of tiers[1] (give each tier a name of its own)" in str(error)
+    assert "'memory' is already the name of tiers[1] (give each tier a name of its own)" in str(
+        error
+    )

@@ -293,9 +293,9 @@ async def test_a_wrong_result_fails_its_call_alone(what: str) -> None:
 async def test_what_is_too_long_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvladder.children.messages.FRAME_BYTES_MAX", 400)
     async with piped() as ends:
-        with pytest.raises(TierError, match="a message of .* bytes, at most 400"):
+        with pytest.raises(TierError, match="a message of .* bytes: expected at most 400"):
             await ends.calls.wait("long" * 100)
-        with pytest.raises(TierError, match="a message of .* bytes, at most 400"):
+        with pytest.raises(TierError, match="a message of .* bytes: expected at most 400"):
             await ends.calls.give("bytes")
         await works(ends)
 
@@ -588,7 +588,7 @@ def test_an_interface_has_types_that_can_be_sent_and_no_defaults(name: str) -> N
 
 
 def test_a_one_way_method_is_one_of_the_interface_and_has_no_result() -> None:
-    with pytest.raises(TypeError, match="Calls has no missing"):
+    with pytest.raises(TypeError, match="Calls has no method missing"):
         Interface(Calls, one_way=["missing"])  # type: ignore[type-abstract]
     with pytest.raises(TypeError, match="double: expected"):
         Interface(Calls, one_way=["double"])  # type: ignore[type-abstract]
