@@ -282,7 +282,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
                 found[f"tiers[{i}].quota.tenant"] = f"{counted(most.tenant, 'block')} per salt"
             scratch = level.scratch_blocks(layout) * layout.slot_bytes
             if scratch:
-                found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch memory"
+                found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch"
         return found
 
     def summary(self, layout: Layout) -> list[str]:

@@ -199,11 +199,11 @@ def test_what_one_engine_invents_takes_nothing_from_the_others() -> None:
     index = Index(blocks_max=20)
     for number in range(10):  # beside the levels that are known
         index.stored("a", f"level {number}", [1])
-    with pytest.raises(ValueError, match="one more: a has 16 levels"):
+    with pytest.raises(ValueError, match="one more: a already has 16 levels"):
         index.stored("a", "one more", [1])
     for size in range(1, 9):
         index.stored("b", "GPU", [size], tokens=range(size), block_size=size)
-    with pytest.raises(ValueError, match="block_size 9: b has blocks of 8 sizes"):
+    with pytest.raises(ValueError, match="block_size 9: b already has blocks of 8 sizes"):
         index.stored("b", "GPU", [9], tokens=range(9), block_size=9)
     fill(index, "c", 20)
     fill(index, "c", 20)  # again: these are no more

@@ -138,7 +138,7 @@ def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, cap
     for what in (["--all"], ["--salt", "red"]):
         config = write(tmp_path, away)
         assert main(["purge", config, *what]) == 2
-        assert "--namespace: missing (redis needs it" in capsys.readouterr().err
+        assert "--namespace: missing (level redis needs it" in capsys.readouterr().err
         assert left(write(tmp_path)) == 3
 
 

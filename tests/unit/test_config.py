@@ -193,7 +193,7 @@ def test_what_is_registered_must_be_of_its_kind(refusal, monkeypatch, kind):
     monkeypatch.setitem(registry._registered, ("tiers", "odd"), dict)
     monkeypatch.setitem(registry._registered, ("policies", "plain"), dict)
     entry = {"odd": {"type": "odd"}, "plain": cold(policy="plain")}[kind]
-    assert "is no " in str(refusal(tiers(entry)))
+    assert ": expected a class derived from " in str(refusal(tiers(entry)))
 
 
 # ---- what it comes to

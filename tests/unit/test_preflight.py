@@ -144,7 +144,7 @@ def test_addresses_for_events():
     ("required", "says"),
     [
         ("msgspec>=999", "msgspec: version"),
-        ("no-such-library-at-all>=1", "no-such-library-at-all: is not installed (install"),
+        ("no-such-library-at-all>=1", "library-at-all: is not installed (reinstall kvladder)"),
         ("no-such-library-at-all>=1 ; extra == 'encryption'", "kvladder[encryption]"),
     ],
 )
