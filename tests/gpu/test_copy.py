@@ -344,7 +344,7 @@ def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
         BlockPages.of({"x": spread}, blocks=BLOCKS)
     with pytest.raises(LayoutError, match="12 blocks"):
         BlockPages.of({"x": torch.zeros(BLOCKS + 1, 2, 4, 4)}, blocks=BLOCKS)
-    with pytest.raises(LayoutError, match=r"512 bytes.*says 500"):
+    with pytest.raises(LayoutError, match=r"512 bytes.*expected 500"):
         BlockPages.of({"x": torch.zeros(BLOCKS, 2, 4, 16)}, blocks=BLOCKS, page_bytes={"x": 500})
     with pytest.raises(LayoutError, match="do not overlap"):
         BlockPages.of({"x": torch.zeros(1, 4, 4).expand(BLOCKS, 4, 4)}, blocks=BLOCKS)

@@ -86,7 +86,7 @@ def test_s2_what_a_window_has_passed_does_not_come_back() -> None:
     engine.compute(request)
     before = used(engine)
     engine.requests.rewind(request, 4)
-    with pytest.raises(PoolError, match="near no longer holds the blocks needed after 8 tokens"):
+    with pytest.raises(PoolError, match="near no longer holds the blocks needed after 12 tokens"):
         engine.requests.rewind(request, 8)
     assert used(engine) == [count - 1 for count in before]
     engine.requests.release(request)

@@ -146,7 +146,7 @@ def test_p4_the_phases_come_in_order_and_can_be_printed() -> None:
     held = [len(memory) for memory in made.memory.values() if isinstance(memory, bytearray)]
     assert len(held) == 2
     assert sum(held) <= (4 << 20) // 2
-    with pytest.raises(PlanError, match="check after resize"):
+    with pytest.raises(PlanError, match="cannot check a plan in phase resize"):
         made.check()
 
 

@@ -231,7 +231,7 @@ def test_a_request_is_not_used_while_it_is_suspended() -> None:
     with pytest.raises(NotHeld):
         engine.cache.suspend(request)
     engine.cache.preemption.discard(suspended)
-    with pytest.raises(NotReady, match="before"):
+    with pytest.raises(NotReady, match="already resumed or discarded"):
         engine.cache.resume(suspended)
     assert engine.cache.manager.arena.free == 64
     engine.close()
