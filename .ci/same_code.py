@@ -50,7 +50,7 @@ def main(base: str, *paths: str) -> int:
         different += [] if same else [path]
     for path in different:
         print(f"{path}: its code differs from {base}")
-    print(f"{len(changed)} files changed, the code of {len(different)} with them")
+    print(f"{len(changed)} files changed; the code of {len(different)} of them changed")
     return 1 if different else 0
 
 

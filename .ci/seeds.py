@@ -91,20 +91,20 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
     status, note = row.get("status"), row.get("note", "")
     code, tests = row.get("code", []), row.get("tests", [])
     if set(row) - KEYS:
-        yield f"keys that nobody knows: {sorted(row)}"
+        yield f"unknown keys: expected some of {sorted(KEYS)}, found {sorted(row)}"
     if status not in STATUSES:
         yield f"status {status!r}: expected one of {', '.join(STATUSES)}"
     if status in {"held", "part", "refused"} and not (code and tests):
-        yield f"{status}, without code or without a test"
+        yield f"{status}: expected code and a test"
     if status in {"part", "open", "n/a"} and not note:
-        yield f"{status}, and the note does not say what is missing, or why"
+        yield f"{status}: expected a note that says what is missing, or why"
     if status == "refused" and not (note.startswith("docs/decisions/") and not wrong(note)):
-        yield f"refused by no record: {note!r}"
+        yield f"refused: expected a note that begins with its record, found {note!r}"
     unplanted = bool(row.get("unplanted"))
     if status in {"held", "part"} and unplanted == bool(row.get("faults")):
         yield f"{status}: expected faults, or the reason why there are none in unplanted"
     if unplanted and status not in {"held", "part"}:
-        yield f"{status}, and unplanted: expected that of rows that are held or in part alone"
+        yield f"{status}: expected unplanted only in rows that are held or in part"
     yield from filter(None, map(wrong, [*code, *tests]))
     for fault in row.get("faults", []):
         yield from wrong_faults(fault, tests)
@@ -113,22 +113,22 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
 def wrong_faults(fault: dict[str, str], tests: Sequence[str]) -> Iterator[str]:
     """What is wrong with a fault of a row that has these tests."""
     if set(fault) - FAULT_KEYS or FAULT_KEYS - {"test"} - set(fault):
-        yield f"a fault with the keys {sorted(fault)}: expected {sorted(FAULT_KEYS)}, test or not"
+        yield f"a fault with the keys {sorted(fault)}: expected {sorted(FAULT_KEYS)}, test optional"
         return
     if not tests or fault.get("test", tests[0]) not in tests:
-        yield "a fault whose test is none of the row's"
+        yield "a fault whose test is not one of the row's"
     file, text, becomes = fault["file"], fault["text"], fault["becomes"]
     if said := wrong(file):
         yield said
         return
     source = (ROOT / file).read_text(encoding="utf-8")
     if (count := source.count(text)) != 1 or text == becomes:
-        yield f"{file} has the text of a fault {count} times, expected once and changed: {text!r}"
+        yield f"{file} has the text of a fault {count} times: expected once, and a change: {text!r}"
     elif file.endswith(".py"):
         try:
             ast.parse(source.replace(text, becomes))
         except SyntaxError as error:
-            yield f"a fault leaves {file} without syntax: {error}"
+            yield f"a fault breaks the syntax of {file}: {error}"
 
 
 # ---- planted faults
@@ -164,7 +164,7 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | N
                 process.wait()
         said.seek(0)
         lines = said.read().strip().splitlines()
-    return status, lines[-1] if lines else "nothing was written"
+    return status, lines[-1] if lines else "no output"
 
 
 def try_fault(one: tuple[dict[str, Any], dict[str, str]], limit_s: float = LIMIT_S) -> str:
@@ -201,7 +201,7 @@ def try_faults(wanted: Sequence[str]) -> int:
     ]
     planted = [(row, fault) for row in rows for fault in row.get("faults", [])]
     if not planted:
-        print("no such row has a fault")
+        print("no matching row has a fault")
         return 1
     tests = dict.fromkeys(fault.get("test", row["tests"][0]) for row, fault in planted)
     if said := pass_without(list(tests)):
@@ -210,7 +210,7 @@ def try_faults(wanted: Sequence[str]) -> int:
     with ThreadPoolExecutor(WORKERS) as pool:
         survived = []
         for (row, _), said in zip(planted, pool.map(try_fault, planted), strict=True):
-            print(said or f"{row['seed']} {row['names']}: found", flush=True)
+            print(said or f"{row['seed']} {row['names']}: the fault was found", flush=True)
             survived += [said] if said else []
     print(f"{len(planted) - len(survived)} of {len(planted)} faults were found")
     return bool(survived)

@@ -267,8 +267,8 @@ def main() -> None:
         if "--files" in sys.argv:
             print("\n".join(f"    {name}" for name in files))
     private, shared = (len(met_by_author(ROOT / "examples" / name)) for name in TIERS)
-    print(f"\nnames that an author of a tier meets: {private} for one of an engine's own,")
-    print(f"{shared} for one that is shared; {len(offered_to_authors())} are offered")
+    print(f"\nnames that an author uses: {private} for a tier of one engine,")
+    print(f"{shared} for a shared tier; {len(offered_to_authors())} are offered")
     for module in ("kvladder", "kvladder.tiers"):
         print(f"import {module}: {import_ms(module):.0f} ms")
 

@@ -81,7 +81,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         if not there:
             if target.suffix == ".svg" or target.is_relative_to(ROOT / "docs"):
                 return found[0]
-            raise PluginError(f"{place}: {found[2]} is no page of the site: name it in code")
+            raise PluginError(f"{place}: {found[2]} is not a page of the site: write it as code")
         return f"{found[1]}{os.path.relpath(there, Path(place).parent or '.')}{found[3]}"
 
     parts = []

@@ -32,7 +32,7 @@ def main(tree: Path, wheel: Path) -> int:
     told = {name.partition("/")[2] for name in info}
     wrong = [f"not in the wheel: {name}" for name in sorted(wanted - found)]
     wrong += [f"not in the folders: {name}" for name in sorted(found - wanted)]
-    wrong += [f"metadata: {name}" for name in sorted(told ^ METADATA)]
+    wrong += [f"metadata differs: {name}" for name in sorted(told ^ METADATA)]
     print("\n".join(wrong) or f"the wheel holds the {len(found)} files of the folders")
     return 1 if wrong else 0
 

@@ -190,12 +190,12 @@ class Demo:
                 except subprocess.TimeoutExpired:
                     self.say("  ...")
             else:
-                raise SystemExit(f"still not over after {ENGINE_S_MAX} s:\n{log.read_text()}")
+                raise SystemExit(f"the run did not end in {ENGINE_S_MAX} s:\n{log.read_text()}")
         finally:
             process.kill()
             process.wait()
         if code != 0:
-            raise SystemExit(f"it failed:\n{log.read_text()}")
+            raise SystemExit(f"the run failed:\n{log.read_text()}")
 
     def model(self, seed: int) -> Path:
         """A model with the weights of this seed, always at the same path."""
@@ -238,7 +238,7 @@ class Demo:
         ]
         identical = answer["tokens"] == said
         if said is not None:
-            wanted = "another one than without a connector" if differ else "identical"
+            wanted = "differs from the one without a connector" if differ else "identical"
             self.claim(f"{name}: output {wanted}", identical is not differ)
         cells.append("" if said is None else "yes" if identical else "no")
         self.rows.append(cells)
@@ -247,7 +247,7 @@ class Demo:
         """Return the measurements as a table."""
         head = [
             "run", "TTFT", "host", "files", "GPU to host", "host to GPU", "to files", "from files",
-            "identical to no connector",
+            "same output as without connector",
         ]  # fmt: skip
         lines = [head, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -305,11 +305,11 @@ def show(demo: Demo) -> None:
     said = plain["tokens"]
     demo.row("without connector", plain, None)
     cold, _, warm, _, _, damaged = demo.engine(
-        "vLLM with kvladder: host memory and files; the prompt is cold, then asked again",
+        "vLLM with kvladder, host memory and files: a cold prompt, then the same again",
         extra, "serve", "reset", "serve", "reset", "damage", "serve",
     )  # fmt: skip
     demo.row("cold prompt", cold, said)
-    demo.row("own prefix cache reset", warm, said)
+    demo.row("vLLM prefix cache reset", warm, said)
     demo.claim("cold prompt: nothing from kvladder", cold["external"] == 0)
     demo.claim("after the reset: served from host", hits(warm, "host") * BLOCK_TOKENS == CACHEABLE)
     (anew,) = demo.engine("a new vLLM process", extra, "serve")
@@ -338,7 +338,7 @@ def controls(demo: Demo, kv: Path, extra: dict[str, Any], said: list[int]) -> No
     (answer,) = demo.engine("control: other weights under the same path", extra, "serve")
     demo.row("control: other weights", answer, None)
     demo.claim("other weights: 0 hits", answer["external"] == 0)
-    demo.claim("other weights: another output", answer["tokens"] != said)
+    demo.claim("other weights: different output", answer["tokens"] != said)
 
 
 @contextmanager
@@ -364,7 +364,7 @@ def main() -> int:
     with folder() as place:
         demo = Demo(place)
         show(demo)
-        print(f"\n{PROMPT_TOKENS} prompt tokens, of which {CACHEABLE} can come from a cache\n")
+        print(f"\n{PROMPT_TOKENS} prompt tokens; {CACHEABLE} of them can come from a cache\n")
         print(demo.table(), end="\n\n")
         for text, holds in demo.claims:
             print(f"{'ok  ' if holds else 'FAIL'}  {text}")

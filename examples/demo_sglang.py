@@ -127,7 +127,7 @@ class Demo:
     def show(self) -> None:
         """Every run, in three engines."""
         make_model(self.folder, self.model, 0)
-        engine = self.start("a prompt is cold, then asked again")
+        engine = self.start("a cold prompt, then the same again")
         cold = engine.generate(FIRST, TOKENS)
         self.row("cold prompt", cold, cold)
         self.stored(engine, PAGES)
@@ -139,7 +139,7 @@ class Demo:
             self.hang(engine, cold)
         engine.end()
         self.storage.damage()
-        engine = self.start("a new process; some of what was stored is damaged")
+        engine = self.start("a new process; some stored pages are damaged")
         self.row("new process", engine.generate(FIRST, TOKENS), cold)
         self.row("flipped bits", engine.generate(DAMAGED, TOKENS), second)
         engine.end()
@@ -178,14 +178,14 @@ def claims(ours: Demo) -> dict[str, bool]:
     """Return each claim about kvladder and whether it held."""
     stored = {run: found.storage for run, found in ours.found.items()}
     return {
-        "every answer is the one that was computed": all(
+        "every answer equals the computed one": all(
             ours.found[run].ids == ours.said[run] for run in RUNS
         ),
-        "a flushed engine and a new process have all of the prompt from kvladder": (
+        "a flushed engine and a new process load the whole prompt from kvladder": (
             stored["pools flushed"] == stored["new process"] == CACHEABLE
         ),
-        "nothing that is damaged is served": stored["flipped bits"] == 0,
-        "other salts and other weights have nothing in common": (
+        "no damaged page is served": stored["flipped bits"] == 0,
+        "other salts and other weights share no pages": (
             stored["another salt"] == stored["other weights"] == 0
         ),
     }
@@ -195,7 +195,7 @@ def shown(storage: type[Kvladder | SGLangFiles]) -> Demo:
     """All of it, with one storage."""
     with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as place:
         folder = Path(place)
-        say(f"{storage.name}: making what it needs")
+        say(f"{storage.name}: preparing the folder")
         prepare(folder)
         demo = Demo(folder, storage(folder))
         demo.show()
@@ -205,7 +205,7 @@ def shown(storage: type[Kvladder | SGLangFiles]) -> Demo:
 def main() -> int:
     with ThreadPoolExecutor() as pool:  # side by side: most of it is the start of engines
         demos = [*pool.map(shown, (Kvladder, SGLangFiles))]
-    print(f"\n{TOKENS} prompt tokens, of which {CACHEABLE} can come from a storage\n")
+    print(f"\n{TOKENS} prompt tokens; {CACHEABLE} of them can come from a storage\n")
     print(f"{'':16}{'kvladder':>16}{'right':>8}{SGLangFiles.name:>20}{'right':>8}")
     for run in RUNS:
         (ours, right), (theirs, theirs_right) = (demo.cells(run) for demo in demos)

@@ -100,11 +100,11 @@ def application(router: Router) -> web.Application:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A router in front of vLLM servers.")
+    parser = argparse.ArgumentParser(description="Route requests to vLLM servers.")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--engine", action="append", required=True, metavar="HTTP,EVENTS,REPLAY")
-    parser.add_argument("--tokenizer", help="a folder with the model's tokenizer")
-    parser.add_argument("--blind", action="store_true", help="take turns instead")
+    parser.add_argument("--tokenizer", help="read the tokenizer from this folder")
+    parser.add_argument("--blind", action="store_true", help="ignore caches and take turns")
     options = parser.parse_args()
     tokenizer = None
     if options.tokenizer:

@@ -103,7 +103,7 @@ class Engine:
         if job.drafts_max:
             self.model.require_drafts()
             if job.beams > 1:
-                raise ValueError(f"drafts for {job.beams} beams: expected one or the other")
+                raise ValueError(f"drafts for {job.beams} beams: expected either drafts or beams")
         self.waiting.append(job)
         return job
 
@@ -361,7 +361,7 @@ def serve(model: Any, stack: str | Path, prompts: list[list[int]], **options: An
     for number, job in enumerate(jobs):
         print(
             f"  request {number}: {len(job.prompt)} tokens, {job.cached} of them cached,"
-            f" made way {job.preempted} times, saved {job.passes_saved} passes:"
+            f" preempted {job.preempted} times, saved {job.passes_saved} passes:"
             f" {job.output[:6]} ..."
         )
     for name, counts in stats.items():
@@ -372,11 +372,15 @@ def serve(model: Any, stack: str | Path, prompts: list[list[int]], **options: An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="serve six prompts, twice")
-    parser.add_argument("--model", help="a directory or a name; default: a tiny random model")
-    parser.add_argument("--stack", help="a YAML file; default: host memory and files")
-    parser.add_argument("--beams", type=int, default=1, help="texts of which the best is wanted")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens to draft at a time")
+    parser = argparse.ArgumentParser(description="Serve six prompts twice.")
+    parser.add_argument(
+        "--model", help="load a model by directory or name (default: a tiny random model)"
+    )
+    parser.add_argument("--stack", help="use this YAML file (default: host memory and files)")
+    parser.add_argument("--beams", type=int, default=1, help="search with this many beams")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="draft up to this many tokens at a time"
+    )
     arguments = parser.parse_args()
     options = {"beams": arguments.beams, "drafts_max": arguments.drafts}
     model = (
@@ -390,9 +394,9 @@ def main() -> None:
         stack = arguments.stack or Path(place, "stack.yaml")
         if not arguments.stack:
             Path(stack).write_text(STACK.format(path=Path(place, "kv")))
-        print("six requests with the same beginning:")
+        print("six requests with the same prefix:")
         first = serve(model, stack, prompts, **options)
-        print("the same after a restart:")
+        print("the same requests after a restart:")
         again = serve(model, stack, prompts, **options)
     assert [job.output for job in first] == [job.output for job in again]
     print("the answers are the same")

@@ -144,7 +144,7 @@ class Arena:
             hint = f"expected room for at least one block, {slot_bytes} bytes"
             raise ConfigError(f"{slots} slots of {slot_bytes} bytes", path="arena.size", hint=hint)
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
-            raise ConfigError(f"slots of {slot_bytes} bytes", hint="a multiple of 4096")
+            raise ConfigError(f"slots of {slot_bytes} bytes", hint="expected a multiple of 4096")
         size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
         available = memory_available() if available_bytes is None else available_bytes
         huge = _meminfo(Path("/"), "HugePages_Free", scale=HUGE_PAGE_BYTES) >= size
@@ -177,8 +177,8 @@ class Arena:
                 arena.close()
             elif fd >= 0:
                 os.close(fd)
-            what = f"{size} bytes of shared memory cannot be had: {error.strerror}"
-            hint = "a smaller arena, or a higher memory limit"
+            what = f"cannot reserve {size} bytes of shared memory: {error.strerror}"
+            hint = "make the arena smaller, or raise the memory limit"
             raise ConfigError(what, path="arena.size", hint=hint) from error
         return arena
 
@@ -198,7 +198,8 @@ class Arena:
             path = f"/proc/{handle.pid}/fd/{handle.fd}"
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if inherited is None else inherited
         except OSError as error:
-            raise ArenaError(f"arena of process {handle.pid}: {error.strerror}") from error
+            what = f"cannot open the arena of process {handle.pid}: {error.strerror}"
+            raise ArenaError(what) from error
         size = align(handle.slots * handle.slot_bytes, HUGE_PAGE_BYTES)
         if os.fstat(fd).st_size != size:
             os.close(fd)
@@ -243,7 +244,7 @@ class Arena:
             aside = sorted(self._free[:count])
             del self._free[:count]
             self.slots -= count
-            assert len(self._free) == self.slots >= 0, "the rest has to be free"
+            assert len(self._free) == self.slots >= 0, "expected all slots to be free"
             for slot in aside:
                 self._claims[slot] = 1
         return [Slot(slot) for slot in aside]

@@ -131,7 +131,7 @@ def open_manager(
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
     """Raise ConfigError if a setting has no effect for the caller that opens the cache."""
     if config.block.size_bytes is not None and not serves:
-        hint = "leave it out: the engine knows; it is for kvladder serve"
+        hint = "leave it out: the engine sets it; only kvladder serve reads it"
         raise ConfigError("has no effect here", path="block.size", hint=hint)
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"

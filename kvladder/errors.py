@@ -160,7 +160,7 @@ class OutOfBlocks(PoolError):
     def __init__(self, needed: int, available: int) -> None:
         self.needed = needed
         self.available = available
-        super().__init__(f"{needed} blocks are needed, {available} can be had")
+        super().__init__(f"{needed} blocks are needed, {available} are available")
 
 
 class BlocksBusy(OutOfBlocks):

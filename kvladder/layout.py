@@ -54,10 +54,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
-            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint="1 or more")
+            hint = "expected 1 or more"
+            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=hint)
         if self.block_bytes < 1:
             raise ConfigError(
-                f"{self.block_bytes} bytes per block", path="layout", hint="1 or more"
+                f"{self.block_bytes} bytes per block", path="layout", hint="expected 1 or more"
             )
 
     @property

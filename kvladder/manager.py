@@ -221,7 +221,7 @@ class CacheManager:
         Works like ``fetch``, but for a set: a block that is missing or does not come ends nothing.
         Only host and ``levels`` (None: all) are read; shared tiers are not asked.
         """
-        assert len(keys) <= SET_MAX, "a set is taken in one step"
+        assert len(keys) <= SET_MAX, "expected at most SET_MAX blocks"
         self.sessions.met(None, keys)
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
@@ -374,10 +374,9 @@ class CacheManager:
             with self._stack.lock:
                 self._stack.host.index.clipped += count
             most = "no limit" if self._limits.pin_s == inf else f"{self._limits.pin_s:g} s"
-            what = (
-                f"blocks ask for more than limits.priority, {self._limits.priority}, or limits.pin"
-            )
-            self._stack.shared.notices.say("limits", f"{count} {what}, {most}: they get that")
+            what = f"{count} blocks exceeded their limits and were reduced to them:"
+            limits = f"limits.priority {self._limits.priority}, limits.pin {most}"
+            self._stack.shared.notices.say("limits", f"{what} {limits}")
         return said, lasting
 
     def save_paced(
@@ -467,7 +466,7 @@ class CacheManager:
             The salt is empty.
         """
         if not salt:
-            raise ValueError("the salt is empty: blocks without one are everybody's")
+            raise ValueError("the salt is empty: blocks without a salt belong to all users")
         return self._stack.purge(self._digest(salt))
 
     @property
@@ -570,7 +569,7 @@ class CacheManager:
             closing = self._stack.aclose(flush_timeout_s=flush_s)
             self._portal.call(closing, timeout_s=flush_s + CLOSE_TIMEOUT_S)
         except (TimeoutError, ClosedError) as error:
-            self._stack.shared.notices.say("close", f"closing was cut short: {error!r}")
+            self._stack.shared.notices.say("close", f"closing the cache did not finish: {error!r}")
         if self._publisher is not None:
             self._publisher.close()
         self._portal.close()

@@ -126,7 +126,7 @@ def make(address: int, size: int, *, huge: bool) -> None:
         refusals = list(filter(None, pool.map(one, starts)))
     if refusals:
         share = len(refusals) / len(starts)
-        logger.info("%.0f %% of the arena have no huge pages: %s", 100 * share, refusals[0])
+        logger.info("%.0f %% of the arena has no huge pages: %s", 100 * share, refusals[0])
 
 
 def _make(address: int, size: int, *, collapse: bool) -> str:

@@ -127,8 +127,8 @@ def _short_of_memory(config: StackConfig) -> Iterator[str]:
         available = memory_available(_ROOT)
     if 0 < available < config.arena_bytes:
         yield (
-            f"arena.size is {config.arena.size_bytes}, and this machine has"
-            f" {Size(available).about()} of memory left"
+            f"arena.size is {config.arena.size_bytes}, but this machine has only"
+            f" {Size(available).about()} of memory available"
         )
 
 
@@ -152,7 +152,7 @@ def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[st
         if isinstance(error, Unavailable):
             warn(f"{error}: the cache would start without this level, and try again")
         else:
-            warn(f"it cannot be looked at: {error}")
+            warn(f"the tier cannot be examined: {error}")
         return {}
 
 
@@ -175,7 +175,7 @@ def _bindable(
                 if error.errno != zmq.EADDRINUSE:
                     hint = "expected an address such as 'tcp://*:5557'"
                     raise ConfigError(f"{address}: {error}", path=where, hint=hint) from error
-                warn(f"{where}: {address} is in use: does an engine run already?")
+                warn(f"{where}: {address} is already in use, perhaps by a running engine")
 
 
 def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[str, str]:
@@ -188,7 +188,7 @@ def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[
         public = read_keys(config.keys).public.decode()
         if not config.roster:
             return {}
-        return {"announced": ", ".join(asyncio.run(listed(config.roster, public))) or "nobody"}
+        return {"announced": ", ".join(asyncio.run(listed(config.roster, public))) or "none"}
     except ConfigError as error:
         raise within("export", error) from error
     except TierError as error:
@@ -245,7 +245,7 @@ def _required(
         try:
             has = version(one.name)
         except PackageNotFoundError:
-            what = f"install {package}[{extra}]" if one.marker else f"install {package} again"
+            what = f"install {package}[{extra}]" if one.marker else f"reinstall {package}"
             errors.append(ConfigError("is not installed", path=one.name, hint=what))
             continue
         if not one.specifier.contains(has, prereleases=True):

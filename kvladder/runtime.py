@@ -44,11 +44,11 @@ class Runtime:
         while not self._closed:
             try:
                 self._loop.run_forever()
-                error: BaseException = RuntimeError("it was stopped")
+                error: BaseException = RuntimeError("the loop was stopped")
             except BaseException as raised:  # noqa: BLE001 - SystemExit in a task, for one
                 error = raised
             if not self._closed:
-                self._fault(f"the event loop goes on after {error!r}", error)
+                self._fault(f"the event loop was restarted after {error!r}", error)
 
     def _handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Report an exception of a callback, or of a task that is not awaited."""
@@ -105,7 +105,7 @@ class Runtime:
         for pool in self._pools:
             pool.close(timeout_s=0.1)
         if self._thread.is_alive():
-            logger.warning("the kvladder loop thread did not end in %g s: left behind", timeout_s)
+            logger.warning("the kvladder loop thread did not end in %g s: abandoned", timeout_s)
         else:
             self._loop.close()
 

@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
             # a node that contains itself has no weight yet, and cannot be constructed
             self._weights[node] = 1 + sum(self._weights.get(part, 1) for part in inner)
             if self._weights[node] > NODES_MAX:
-                problem = f"more than {NODES_MAX} values, with what aliases repeat"
+                problem = f"more than {NODES_MAX} values, including those that aliases repeat"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 

@@ -46,7 +46,7 @@ def _split(text: str) -> tuple[str, str]:
 def _unknown(unit: str, known: list[str]) -> str:
     near = get_close_matches(unit, known, n=1, cutoff=0.3)
     nearest = f", did you mean {near[0]}?" if near else ""
-    return f"unknown unit {unit!r}: one of {', '.join(known)}{nearest}"
+    return f"unknown unit {unit!r}: expected one of {', '.join(known)}{nearest}"
 
 
 UNIT_BYTES: Final = 4096
@@ -80,7 +80,7 @@ class Size(int):
             raise ValueError(cls.EXPECTED)
         if needs_unit and whole < UNIT_BYTES:
             meant = f"did you mean '{whole} GiB' or '{whole} MiB'?"
-            raise ValueError(f"{whole} bytes without a unit hold nothing, {meant}")
+            raise ValueError(f"{whole} bytes without a unit are too few, {meant}")
         return cls(whole)
 
     @staticmethod

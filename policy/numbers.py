@@ -21,7 +21,7 @@ def whole(value: SupportsIndex, what: str = "a number") -> int:
             return index(value)
         except TypeError:
             pass
-    raise ValueError(f"{what}: {value!r}, expected an integer")
+    raise ValueError(f"{what}: expected an integer, found {value!r}")
 
 
 def settle(record: Any, *names: str) -> None:

@@ -53,7 +53,7 @@ class Sessions:
     def require_open(self, name: str) -> None:
         """Raise ValueError if the session has ended."""
         if name in self._ended:
-            raise ValueError(f"session {name!r} has ended: expected the name of another one")
+            raise ValueError(f"session {name!r} has ended: expected a new name")
 
     def use(self, name: str, runs: Sequence[Sequence[BlockKey]], salt: str = "") -> None:
         """Record the blocks of a finished request of the session, by group, and their salt.
@@ -112,7 +112,7 @@ class Sessions:
         self.require_open(name)
         session = self._sessions.get(name)
         if session is None or session.runs is None:
-            raise ValueError(f"session {name!r} is not known: expected one that had a request")
+            raise ValueError(f"session {name!r} is not known: expected one with a finished request")
         return session.runs, session.salt
 
     def owned(self, name: str) -> list[BlockKey]:

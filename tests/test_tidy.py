@@ -44,7 +44,7 @@ CATCHES_ALL = {
     "tiers/codecs/pipeline.py": "has a codec's fault cost one block, and says it",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
-    "gpu/copy/cuda.py": "says it; small pages are copied as large ones are",
+    "gpu/copy/cuda.py": "says it; small pages are copied without a kernel",
     "gpu/copy/streams.py": "reports it with the job whose copy failed",
     "kvladder/planning/models.py": "names it as why the rules were asked",
 }

@@ -215,4 +215,4 @@ def require_places(job: CopyJob, *, blocks: int, slots: int) -> None:
         raise ValueError(f"{len(job.blocks)} blocks for {len(job.slots)} slots")
     for block, slot in zip(job.blocks, job.slots, strict=True):
         if not (0 <= block < blocks and 0 <= slot < slots):
-            raise ValueError(f"block {block} of {blocks}, slot {slot} of {slots}")
+            raise ValueError(f"block {block} of {blocks} or slot {slot} of {slots} does not exist")

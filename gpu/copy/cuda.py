@@ -102,7 +102,9 @@ class CudaDevice(Device):
         self._vllm = None if self._batch else batched_by_vllm()
         self.batched = bool(self._batch or self._vllm)
         if not self.batched:
-            logger.info("no copies in batches: they need cuda-bindings and a driver for CUDA 12.8")
+            logger.info(
+                "copies are not batched: that needs cuda-bindings and a driver for CUDA 12.8"
+            )
 
     def new_stream(self) -> Stream:
         return self._cuda.Stream(self._device)
@@ -167,7 +169,7 @@ class CudaDevice(Device):
 
     def _check(self, error: int) -> None:
         if error:
-            raise RuntimeError(f"the driver refuses: {self._text(error)}")
+            raise RuntimeError(f"the driver returned an error: {self._text(error)}")
 
     def _text(self, error: int) -> str:
         found = ctypes.c_char_p()
@@ -177,7 +179,7 @@ class CudaDevice(Device):
     def prepare(self) -> None:
         move = mover()
         if move is None:
-            logger.info("small pages are copied as large ones are: a kernel for them needs triton")
+            logger.info("small pages are copied without a kernel: install triton for faster copies")
             return
         # Each element size has its own kernel; compile all now, so that no copy waits for it.
         try:
@@ -190,12 +192,12 @@ class CudaDevice(Device):
                     move(table, unit)
             stream.synchronize()
         except Exception as error:  # noqa: BLE001 - a compiler fails in ways of its own
-            logger.warning("small pages are copied as large ones are: %r", error)
+            logger.warning("small pages are copied without a kernel, because it failed: %r", error)
             return
         self._mover, self.small_bytes = move, SMALL_BYTES
 
     def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
-        assert self._mover is not None, "it was not prepared"
+        assert self._mover is not None, "expected a call of prepare"
         table, unit = table_of(batch)
         table = table.pin_memory()
         with self._cuda.stream(stream):
@@ -297,11 +299,11 @@ def copier_for(parts: Parts, arena: Arena) -> Copier:
     devices = {part.pages.device for part in by_group(parts).values()}
     if len(devices) > 1:
         raise LayoutError(
-            f"KV tensors on {', '.join(sorted(map(str, devices)))}", hint="one device"
+            f"KV tensors on {', '.join(sorted(map(str, devices)))}", hint="expected one device"
         )
     (device,) = devices
     if device.type == "cpu":
         return CpuCopier(parts, arena)
     if device.type == "cuda" and torch.version.hip is None:
         return StreamCopier(parts, arena, CudaDevice(device))
-    raise LayoutError(f"KV tensors on {device}", hint="expected cpu, or cuda of NVIDIA")
+    raise LayoutError(f"KV tensors on {device}", hint="expected cpu, or cuda on an NVIDIA GPU")

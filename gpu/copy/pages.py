@@ -92,14 +92,15 @@ class BlockPages:
             raise LayoutError("no KV tensors", hint="expected at least one")
         devices = {str(tensor.device) for tensor in tensors.values()}
         if len(devices) > 1:
-            raise LayoutError(f"KV tensors on {', '.join(sorted(devices))}", hint="one device")
+            what = f"KV tensors on {', '.join(sorted(devices))}"
+            raise LayoutError(what, hint="expected one device")
         views: dict[tuple[int, int, int], tuple[list[str], torch.Tensor]] = {}
         for name, tensor in tensors.items():
             view = _view(name, tensor, blocks)
             expected = view.shape[1] if page_bytes is None else page_bytes[name]
             if view.shape[1] != expected:
                 what = f"{name}: a block takes {view.shape[1]} bytes in the tensor"
-                raise LayoutError(what, hint=f"the engine's own specification says {expected}")
+                raise LayoutError(what, hint=f"expected {expected}, as the engine specifies")
             key = (view.data_ptr(), view.stride(0), view.shape[1])
             views.setdefault(key, ([], view))[0].append(name)
         pages: list[Page] = []
@@ -162,7 +163,7 @@ def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
     run = 1
     for size, stride in sorted((d for d in inner if d[0] > 1), key=lambda d: d[1]):
         if stride != run:
-            raise LayoutError(found, hint="expected a block's bytes to be one run")
+            raise LayoutError(found, hint="expected the bytes of a block to be contiguous")
         run *= size
     item = tensor.element_size()
     step = strides[0] * parts
@@ -204,7 +205,8 @@ def _require_apart(pages: Sequence[Page], blocks: int) -> None:
         )
         if other < last and not woven:
             raise LayoutError(
-                f"{one.names[0]} and {two.names[0]} overlap", hint="expected one place per tensor"
+                f"{one.names[0]} and {two.names[0]} overlap",
+                hint="expected separate memory per tensor",
             )
 
 

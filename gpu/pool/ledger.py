@@ -60,11 +60,14 @@ class PoolSettings:
     def __post_init__(self) -> None:
         settle(self, "blocks", "block_tokens", "group", "first", "places")
         if self.blocks < 1:
-            raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint="1 or more")
+            hint = "expected 1 or more"
+            raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint=hint)
         if not is_size(self.block_tokens):
-            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=SIZES)
+            hint = f"expected {SIZES}"
+            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=hint)
         if self.partial not in ("off", "take", "copy"):
-            raise ConfigError(f"{self.partial!r}", path="gpu.partial", hint="off, take or copy")
+            hint = "expected off, take or copy"
+            raise ConfigError(f"{self.partial!r}", path="gpu.partial", hint=hint)
 
 
 class Ledger:
@@ -249,7 +252,7 @@ class Ledger:
         rows = self.nodes
         evictable = {rows.slot[node] for node in self.order.ordered()}
         free = set(self.free)
-        assert len(free) == len(self.free), "free twice"
+        assert len(free) == len(self.free), "a slot is free twice"
         assert NO_SLOT not in evictable
         assert len(evictable) == len(self.order)
         held = self.refs.held()

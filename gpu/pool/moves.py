@@ -177,7 +177,7 @@ class Moves:
         elif ticket in self._in:
             self._arrived(ticket, self._in.pop(ticket), ok=ok)
         else:
-            raise NotHeld(f"no copy {ticket} is under way")
+            raise NotHeld(f"no copy {ticket} is in flight")
 
     def _left(self, blocks: Sequence[_Copied], *, ok: bool) -> None:
         """Process slots that were read: their blocks leave, unless requests matched them again."""

@@ -193,8 +193,8 @@ class BlockPool:
         """
         blocks = whole(blocks, "blocks")
         if self.used or self.cached > blocks or blocks < 1:
-            what = f"{blocks} blocks, while {self.used} are held and {self.cached} cached"
-            raise PoolError(f"{what}: expected 1 or more, as many as are cached, and none held")
+            what = f"resize to {blocks} blocks, {self.used} held, {self.cached} cached"
+            raise PoolError(f"{what}: expected 1 or more, all cached blocks to fit, none held")
         return self._ledger.resize(blocks)
 
     @property

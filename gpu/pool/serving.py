@@ -430,9 +430,9 @@ class Serving:
         node = index.find(key)
         slot = NO_SLOT if node is None else ledger.nodes.slot[node]
         if node is None or ledger.refs[slot] != 1:
-            raise NotHeld("the block is not held, or shared")
+            raise NotHeld("expected a block on the device with exactly one reference")
         if index.has_children(node) and not force:
-            raise PoolError("other blocks follow this one")
+            raise PoolError("the block has successors: expected the last block of a prefix")
         if node in index.colder:
             ledger.uncount(ledger.nodes.parent[node])
             index.displace(node)

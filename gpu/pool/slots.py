@@ -129,7 +129,7 @@ class References:
                 shared.append(slot)
             else:
                 self._undo(slots[:at], shared)
-                raise NotHeld(f"slot {slot} is not held, or released twice at once")
+                raise NotHeld(f"slot {slot} is not held, or is released twice in one call")
         self._held -= len(slots) - len(shared)
         if not shared:
             return slots
@@ -137,7 +137,7 @@ class References:
         if len(others) < len(shared):
             self._held += len(slots) - len(shared)
             self._undo(slots, shared)
-            raise NotHeld("a slot is released twice at once")
+            raise NotHeld("a slot is released twice in one call")
         for slot in shared:
             counts[slot] -= 1
         return [slot for slot in slots if slot not in others]

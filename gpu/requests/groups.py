@@ -54,11 +54,11 @@ class Group:
     def __post_init__(self) -> None:
         settle(self, "block_tokens", "window")
         if (self.window > 0) != (self.kind == "window"):
-            hint = "1 or more, of a window alone"
+            hint = "expected 1 or more for a window, 0 for other kinds"
             raise ConfigError(f"{self.kind}: window {self.window}", path=self.name, hint=hint)
         if not is_size(self.block_tokens):
             what = f"blocks of {self.block_tokens} tokens"
-            raise ConfigError(what, path=self.name, hint=SIZES)
+            raise ConfigError(what, path=self.name, hint=f"expected {SIZES}")
 
     def first(self, end: int) -> int:
         """Return the first block that is read to compute the token behind the first ``end``."""
@@ -162,12 +162,15 @@ class Layer(ResourceHandler):
         settle(self, "heads", "head_dim", "window", "factor", "side_bytes")
         for what in ("heads", "head_dim", "factor"):
             if getattr(self, what) < 1:
-                raise PlanError(f"{what}: {getattr(self, what)}", path=self.name, hint="1 or more")
+                found = f"{what}: {getattr(self, what)}"
+                raise PlanError(found, path=self.name, hint="expected 1 or more")
         if self.dtype not in ITEM_BYTES:
-            known = ", ".join(ITEM_BYTES)
-            raise PlanError(f"dtype {self.dtype!r}", path=self.name, hint=f"one of: {known}")
+            hint = f"expected one of: {', '.join(ITEM_BYTES)}"
+            raise PlanError(f"dtype {self.dtype!r}", path=self.name, hint=hint)
         if self.side_bytes < 0 or (self.window is not None and self.window < 1):
-            raise PlanError(f"window {self.window}, side buffers {self.side_bytes}", path=self.name)
+            what = f"window {self.window}, side buffers {self.side_bytes}"
+            hint = "expected a window of 1 or more, side buffers of 0 or more"
+            raise PlanError(what, path=self.name, hint=hint)
 
     @property
     def token_bytes(self) -> int:
@@ -186,7 +189,8 @@ class Layer(ResourceHandler):
     def check(self, others: Mapping[str, ResourceHandler]) -> None:
         """Raise PlanError if a latent has more than one head."""
         if self.factor == 1 and self.heads != 1:
-            raise PlanError(f"a latent of {self.heads} heads", path=self.name, hint="1 head")
+            what = f"a latent of {self.heads} heads"
+            raise PlanError(what, path=self.name, hint="expected 1 head")
 
     @classmethod
     def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
@@ -231,7 +235,8 @@ def group_layers(
         There are no layers, or two layers have the same name.
     """
     if not layers or len({layer.name for layer in layers}) < len(layers):
-        raise PlanError(f"{len(layers)} layers", hint="one or more, each with a name of its own")
+        hint = "expected one or more, each with its own name"
+        raise PlanError(f"{len(layers)} layers", hint=hint)
     found: dict[tuple[int, tuple[object, ...]], list[Layer]] = {}
     for layer in layers:
         window = layer.window or 0

@@ -409,7 +409,8 @@ class Requests:
             if left >= part.computed:
                 continue
             if group.first(left) < part.first:
-                raise PoolError(f"{group.name} keeps nothing from before token {left} any more")
+                what = f"{group.name} no longer holds the blocks needed after {left} tokens"
+                raise PoolError(what)
             if group.kind == "state" and left % group.block_tokens:
                 raise PoolError(f"{group.name} has no state after {left} tokens")
         for part in request.parts:
@@ -432,7 +433,9 @@ class Requests:
         request.require_ready()
         states = any(group.kind == "state" for group in self.groups)
         if states and request.computed < len(request.tokens):
-            raise PoolError("not all of its tokens are computed, and it has a state")
+            raise PoolError(
+                "a request with a state can fork only when all of its tokens are computed"
+            )
         count = whole(count, "forks")
         if count < 0:
             raise ValueError(f"{count} forks: expected 0 or more")

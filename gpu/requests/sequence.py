@@ -38,7 +38,7 @@ class Sequences:
     def __init__(self, pool: BlockPool, scheme: KeyScheme) -> None:
         if scheme.block_tokens != pool.settings.block_tokens:
             raise ConfigError(
-                f"keys of {scheme.block_tokens} tokens for blocks of {pool.settings.block_tokens}",
+                f"keys of {scheme.block_tokens} tokens: expected {pool.settings.block_tokens}",
                 path="block.tokens",
             )
         self.pool = pool
@@ -69,7 +69,7 @@ class Sequences:
             root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
         if not 0 <= prompt <= len(ids):
-            raise ValueError(f"prompt of {prompt}: expected 0 .. {len(ids)}")
+            raise ValueError(f"prompt of {prompt} tokens: expected 0 .. {len(ids)}")
         return KVSequence(self, ids, root, retention, extra, prompt, storing=storing)
 
     def rename(self, mark: str) -> None:
@@ -207,8 +207,8 @@ class KVSequence:
         """Raise NotHeld if it was released, or NotReady if its bytes are not in place."""
         self.require_open()
         if self.lost:
-            why = "names have changed" if self.renamed else "a block was lost on its way"
-            raise NotReady(f"{why}: release the sequence and begin anew")
+            why = "block names have changed" if self.renamed else "a block did not arrive"
+            raise NotReady(f"{why}: release the sequence and start over")
         if self.waits or self.copies:
             raise NotReady("blocks of the sequence are not in place yet")
 
@@ -422,7 +422,7 @@ class KVSequence:
     def rewind(self, left: int) -> None:
         """Keep only the first ``left`` tokens; release the blocks that hold none of them."""
         blocks, places = left // self.block_tokens, -(-left // self.block_tokens)
-        assert places >= self.first, "a window has passed it"
+        assert places >= self.first, "expected no released block to be kept"
         surplus = self.table[places:]
         del self.tokens[left:], self.table[places:], self.keys[blocks:]
         self.prompt_tokens = min(self.prompt_tokens, left)

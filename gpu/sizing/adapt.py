@@ -29,8 +29,11 @@ def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | No
         There are more windows than layers.
     """
     if len(windows) > len(layers):
-        what, hint = f"{len(windows)} windows", f"{len(layers)} at most, one for each layer"
-        hint += " that keeps keys and values: a shorter list is repeated"
+        what, hint = (
+            f"{len(windows)} windows",
+            f"expected at most {len(layers)}, one for each layer",
+        )
+        hint += " that keeps keys and values; a shorter list is repeated"
         raise ConfigError(what, path="gpu.windows", hint=hint)
     if not windows:
         return [layer.window for layer in layers]

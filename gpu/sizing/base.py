@@ -70,9 +70,10 @@ class ResourceHandler(ABC):
 def require(name: str, dtype: str, *sizes: int) -> None:
     """Raise PlanError unless the type is known and there are sizes, each 1 or more."""
     if dtype not in ITEM_BYTES:
-        raise PlanError(f"dtype {dtype!r}", path=name, hint=f"one of: {', '.join(ITEM_BYTES)}")
+        hint = f"expected one of: {', '.join(ITEM_BYTES)}"
+        raise PlanError(f"dtype {dtype!r}", path=name, hint=hint)
     if not sizes or min(sizes) < 1:
-        raise PlanError(f"sizes {list(sizes)}", path=name, hint="each 1 or more")
+        raise PlanError(f"sizes {list(sizes)}", path=name, hint="expected 1 or more for each")
 
 
 def type_name(tensor: Any) -> str:

@@ -81,11 +81,14 @@ def pool_bytes(
         A number is out of its range, or no memory is left.
     """
     if not 0 < fraction < 1:
-        raise PlanError(str(fraction), path="gpu.fraction", hint="more than 0, less than 1")
+        raise PlanError(
+            str(fraction), path="gpu.fraction", hint="expected more than 0 and less than 1"
+        )
     free, other, peak, token_bytes = whole(free), whole(other), whole(peak), whole(token_bytes)
     left = int(fraction * (free - other - peak))
     if left < 1:
-        raise PlanError(f"{free} bytes free, {other} for other caches, {peak} for the forward pass")
+        what = f"{free} bytes free, {other} for other caches, {peak} for the forward pass"
+        raise PlanError(what, hint="expected memory to be left for the pools")
     if max_tokens is None:
         return left
     max_tokens = whole(max_tokens, "max_tokens")
@@ -204,7 +207,8 @@ def divide(
     # Each group gets memory in proportion to its part of a sequence, or to the explicit shares.
     need = [needed(group, context, step) for group, _ in groups]
     if shares and (len(shares) != len(groups) or min(shares) <= 0):
-        hint = f"one number above 0 for each of {', '.join(group.name for group, _ in groups)}"
+        names = ", ".join(group.name for group, _ in groups)
+        hint = f"expected one number above 0 for each of {names}"
         raise PlanError(", ".join(map(str, shares)), path="gpu.shares", hint=hint)
     bytes_each = [size * blocks for (_, size), blocks in zip(groups, need, strict=True)]
     total = sum(shares) or sum(bytes_each)
@@ -224,7 +228,9 @@ def divide(
     )
     if found.sequences < 1:
         what = f"{memory} bytes do not hold one sequence of {context} tokens"
-        raise PlanError(what, hint=f"{sum(bytes_each)} bytes do, or fewer tokens at a time")
+        raise PlanError(
+            what, hint=f"expected at least {sum(bytes_each)} bytes, or fewer tokens at a time"
+        )
     return found
 
 
@@ -242,10 +248,8 @@ def in_regions(division: Division) -> Division:
     count = memory // size
     least = [-(-share.needed * share.block_bytes // size) for share in shares]
     if count < REGIONS_MIN or sum(least) > count:
-        what = (
-            f"{memory} bytes are {count} regions of {size} bytes, and a sequence needs {sum(least)}"
-        )
-        hint = f"{REGIONS_MIN} or more, so that memory can go from pool to pool, or leave it out"
+        what = f"{memory} bytes hold {count} regions of {size} bytes; a sequence needs {sum(least)}"
+        hint = f"expected {REGIONS_MIN} regions or more and room for a sequence; or leave it out"
         raise PlanError(what, path="gpu.rebalance", hint=hint)
     # Each pool gets its share in whole regions, but enough for a sequence. Then single regions are
     # added or taken where that changes the shares least.

@@ -23,7 +23,8 @@ def growth_step(layer: int, *, step: int = STEP, stagger: int = STAGGER) -> int:
         A number is out of its range.
     """
     if layer < 0 or step < 1 or stagger < 1:
-        raise PlanError(f"layer {layer}, step {step}, stagger {stagger}", hint="0, 1, 1 or more")
+        hint = "expected a layer of 0 or more, a step and a stagger of 1 or more"
+        raise PlanError(f"layer {layer}, step {step}, stagger {stagger}", hint=hint)
     return step + layer % stagger
 
 
@@ -42,7 +43,8 @@ class Growing:
 
     def __init__(self, step: int = STEP, *, length: int = 0) -> None:
         if step < 1 or length < 0:
-            raise PlanError(f"step {step}, length {length}", hint="1 or more, 0 or more")
+            hint = "expected a step of 1 or more, a length of 0 or more"
+            raise PlanError(f"step {step}, length {length}", hint=hint)
         self.step = step
         self.length = 0
         self.capacity = 0
@@ -56,7 +58,7 @@ class Growing:
     def append(self, tokens: int) -> bool:
         """Add tokens; return whether the caller must first grow the memory to ``capacity``."""
         if tokens < 0:
-            raise PlanError(f"{tokens} tokens", hint="0 or more")
+            raise PlanError(f"{tokens} tokens", hint="expected 0 or more")
         self.length += tokens
         if self.length <= self.capacity:
             return False
@@ -66,7 +68,7 @@ class Growing:
     def rewind(self, tokens: int) -> None:
         """Remove tokens; the capacity stays."""
         if not 0 <= tokens <= self.length:
-            raise PlanError(f"{tokens} tokens", hint=f"0 .. {self.length}")
+            raise PlanError(f"{tokens} tokens", hint=f"expected 0 .. {self.length}")
         self.length -= tokens
 
 
@@ -86,7 +88,7 @@ class Beams:
 
     def __init__(self, beams: int) -> None:
         if beams < 1:
-            raise PlanError(f"{beams} beams", hint="1 or more")
+            raise PlanError(f"{beams} beams", hint="expected 1 or more")
         self._alike = [[0] * beams for _ in range(beams)]
         """Number of equal leading tokens of each pair of different beams."""
 
@@ -115,7 +117,8 @@ class Beams:
         """
         beams, alike = len(self._alike), self._alike
         if len(parents) != beams or not all(0 <= parent < beams for parent in parents):
-            raise PlanError(f"parents {list(parents)}", hint=f"{beams} of 0 .. {beams - 1}")
+            hint = f"expected {beams} numbers, each 0 .. {beams - 1}"
+            raise PlanError(f"parents {list(parents)}", hint=hint)
         copies = [
             (parent, beam, alike[beam][parent])
             for beam, parent in enumerate(parents)

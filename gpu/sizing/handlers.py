@@ -144,7 +144,8 @@ class Side(ResourceHandler):
     def __post_init__(self) -> None:
         settle(self, "head_bytes")
         if self.head_bytes < 1:
-            raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint="1 or more")
+            hint = "expected 1 or more"
+            raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint=hint)
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
         """Return ``[tokens, bytes]`` of one head."""
@@ -154,8 +155,8 @@ class Side(ResourceHandler):
         """Raise PlanError unless its layer is in the plan."""
         if not isinstance(others.get(self.of), Layer):
             layers = ", ".join(name for name, one in others.items() if isinstance(one, Layer))
-            hint = f"one of: {layers or 'none is planned'}"
-            raise PlanError(f"{self.of!r} is no paged layer", path=self.name, hint=hint)
+            hint = f"paged layers of the plan: {layers or 'none'}"
+            raise PlanError(f"{self.of!r} is not a paged layer", path=self.name, hint=hint)
 
 
 def _tensors(layer: Any, name: str) -> dict[int, Any]:

@@ -131,7 +131,8 @@ class CachePlan:
     def _enter(self, phase: Phase) -> None:
         if self.phase not in _AFTER[phase]:
             before = " or ".join(_AFTER[phase])
-            raise PlanError(f"{phase} after {self.phase}", hint=f"it comes after {before}")
+            what = f"cannot {phase} a plan in phase {self.phase}"
+            raise PlanError(what, hint=f"expected phase {before}")
 
     # ---- reuse of blocks
 
@@ -164,7 +165,8 @@ class CachePlan:
         Call it before ``check``; see ``adapted``.
         """
         if self.phase != "collect":
-            raise PlanError(f"adapt after {self.phase}", hint="it comes before check")
+            what = f"cannot adapt a plan in phase {self.phase}"
+            raise PlanError(what, hint="expected phase collect")
         self.resources = tuple(adapted(self.resources, dtype=dtype, windows=windows))
         return self
 
@@ -174,23 +176,27 @@ class CachePlan:
         names = [one.name for one in self.resources]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None or not names:
-            raise PlanError(f"{twice!r} twice" if names else "no resources", path="resources")
+            what = f"two resources are named {twice!r}" if names else "no resources"
+            raise PlanError(
+                what, path="resources", hint="expected one or more, each with its own name"
+            )
         others = {one.name: one for one in self.resources}
         for one in self.resources:
             require(one.name, one.dtype, *one.shape_of(1))
             if one.kind == "paged" and not isinstance(one, Layer | Side):
-                what = f"{type(one).__name__} is paged and no Layer"
-                raise PlanError(what, path=one.name, hint="derive it from Layer, or from Side")
+                what = f"{type(one).__name__} is paged, but is not a Layer or Side"
+                raise PlanError(what, path=one.name, hint="derive it from Layer or Side")
             one.check(others)
         size, every = self.block_tokens, self.checkpoint_tokens
         for path, tokens in (("block_tokens", size), ("checkpoint_tokens", every or size)):
             if not is_size(tokens):
-                raise PlanError(f"{tokens} tokens", path=path, hint=SIZES)
+                raise PlanError(f"{tokens} tokens", path=path, hint=f"expected {SIZES}")
         if every % size:
-            raise PlanError(f"{every} tokens", path="checkpoint_tokens", hint="whole blocks")
+            hint = f"expected a multiple of {size}, the tokens of a block"
+            raise PlanError(f"{every} tokens", path="checkpoint_tokens", hint=hint)
         for path, bound in (("max_tokens", self.max_tokens), ("step", self.step)):
             if bound is not None and bound < 1:
-                raise PlanError(f"{bound} tokens", path=path, hint="1 or more")
+                raise PlanError(f"{bound} tokens", path=path, hint="expected 1 or more")
         self.phase = "check"
         return self
 
@@ -269,7 +275,7 @@ class CachePlan:
                 return
         if fed:
             other = others[0][0]
-            why = f"its shape or type is not that of {other.name}: {_like(conv)}, {_like(other)}"
+            why = f"its shape or type differs from {other.name}'s: {_like(conv)}, {_like(other)}"
         else:
             why = f"conv_dim {conv.conv_dim} is not head_dim x heads + 2 x n x d_state of any state"
         self._leave_alone(conv, why)
@@ -342,13 +348,15 @@ class CachePlan:
         self._rebalance = rebalance and len(self.pools) > 1
         kinds = sorted({place.dtype for pool in self.pools for place in pool.places})
         if self._rebalance and len(kinds) > 1:  # left bytes of one may be NaN in another
-            what = f"pools hold {', '.join(kinds)}"
-            raise PlanError(what, path="gpu.rebalance", hint="false, or layers of one type alone")
+            what = f"pools hold data of types {', '.join(kinds)}"
+            hint = "expected false, or layers of one data type"
+            raise PlanError(what, path="gpu.rebalance", hint=hint)
         self._wanted = None if sequences is None else whole(sequences, "sequences")
         self._free, self._fraction, self._shares = whole(free), fraction, shares
         self._max_tokens = None if max_tokens is None else whole(max_tokens)
         if self._wanted is not None and self._wanted < 1:
-            raise PlanError(f"{self._wanted} sequences", path="sequences", hint="1 or more")
+            hint = "expected 1 or more"
+            raise PlanError(f"{self._wanted} sequences", path="sequences", hint=hint)
         self._divide(whole(peak))
         self.phase = "size"
         return self
@@ -372,9 +380,9 @@ class CachePlan:
             )
         if self.pools and memory < 1:
             raise PlanError(
-                f"{self._free} bytes, of which {self.sequences} sequences take {other} apart from"
-                f" the pools and a forward pass {peak}",
-                hint=f"more than {other + peak}, or fewer sequences",
+                f"{self._free} bytes: {self.sequences} sequences take {other} outside the pools,"
+                f" and a forward pass takes {peak}",
+                hint=f"expected more than {other + peak} bytes, or fewer sequences",
             )
         self.division = (
             divide(self.pairs, memory, context=self.max_tokens, step=self.step, shares=self._shares)
@@ -432,12 +440,13 @@ class CachePlan:
     def described(self) -> str:
         """Text that lists its pools, its separate resources and the division of memory."""
         lines = [f"plan of {len(self.resources)} resources, after phase {self.phase}"]
-        lines += [f"  together: {', '.join(names)}" for names in self.pooled]
+        lines += [f"  managed together: {', '.join(names)}" for names in self.pooled]
         for pool in self.pools:
             group, members = pool.group, ", ".join(place.name for place in pool.places)
-            lines.append(f"  pool {group.name}: {pool.block_bytes} bytes a block, for {members}")
+            lines.append(f"  pool {group.name}: {pool.block_bytes} bytes per block, for {members}")
         lines += [
-            f"  alone {one.name}: {one.bytes} bytes a sequence ({one.why})" for one in self.alone
+            f"  separate {one.name}: {one.bytes} bytes per sequence ({one.why})"
+            for one in self.alone
         ]
         if self.division is not None:
             lines += [f"  {line}" for line in str(self.division).splitlines()]
@@ -445,7 +454,11 @@ class CachePlan:
 
     def __str__(self) -> str:
         why = self.no_reuse
-        off = "on" if self.partial else "off" + (", states end a block" if self.states else "")
+        off = (
+            "on"
+            if self.partial
+            else "off" + (", because states exist only at block ends" if self.states else "")
+        )
         reuse = f"  reuse of blocks: {f'off, {why}' if why else 'on'}"
         return "\n".join([self.described, reuse, f"  partial copies: {off}"])
 

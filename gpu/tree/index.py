@@ -346,7 +346,9 @@ class PrefixIndex:
         for key, node in self._node.items():
             assert rows.key[node] == key
             slot = rows.slot[node]
-            assert slot != NO_SLOT or node in self.colder, "known, but nowhere"
+            assert slot != NO_SLOT or node in self.colder, (
+                "a known block is neither in a slot nor in a tier"
+            )
             assert slot == NO_SLOT or self.node_at[slot] == node
             above = rows.parent[node]
             assert (above in known or above in self._root_of) == self.chained

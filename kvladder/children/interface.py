@@ -41,9 +41,9 @@ class Method:
         self._count = len(parameters)
         for one in parameters:
             if one.kind not in _POSITIONAL or one.default is not one.empty or one.name not in types:
-                raise TypeError(f"{self.name}: {one}: expected a type, and no default")
+                raise TypeError(f"{self.name}: {one}: expected a type and no default")
         if "return" not in types or (self.one_way and types["return"] is not type(None)):
-            raise TypeError(f"{self.name}: expected the type of its result, or None if one-way")
+            raise TypeError(f"{self.name}: expected the type of its result, None if it is one-way")
         wanted: Any = tuple.__class_getitem__(tuple(types[one.name] for one in parameters))
         self._arguments = msgspec.msgpack.Decoder[tuple[Any, ...]](wanted)
         self._result = msgspec.msgpack.Decoder[Any](types["return"])
@@ -95,7 +95,7 @@ class Interface(Generic[T]):
             if inspect.isfunction(function) and not name.startswith("_")
         }
         if unknown := sorted({*one_way}.difference(functions)):
-            raise TypeError(f"{of.__name__} has no {', '.join(unknown)}")
+            raise TypeError(f"{of.__name__} has no method {', '.join(unknown)}")
         self.methods = {
             name: Method(function, one_way=name in one_way) for name, function in functions.items()
         }

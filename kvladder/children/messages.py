@@ -71,7 +71,7 @@ class Failed(Message, frozen=True):
             case asyncio.CancelledError():
                 return cls(number, "cancelled")
             case _:
-                return cls(number, "tier", _text(f"it raised {error!r}"), temporary=False)
+                return cls(number, "tier", _text(f"the call raised {error!r}"), temporary=False)
 
     @property
     def error(self) -> TierError | ConfigError:
@@ -81,7 +81,7 @@ class Failed(Message, frozen=True):
         if self.kind == "unavailable":
             return Unavailable(self.message, path=self.path, hint=self.hint)
         if self.kind == "cancelled":
-            return TierError("it cancelled the call")
+            return TierError("the other process cancelled the call")
         kind = TierFull if self.kind == "full" else TierError
         return kind(self.message, temporary=self.temporary)
 
@@ -100,7 +100,7 @@ def frame(message: AnyMessage) -> bytes:
     """Return a message as a frame; raise TierError if it is too long."""
     body = encode(message)
     if len(body) > FRAME_BYTES_MAX:
-        what = f"a message of {len(body)} bytes, at most {FRAME_BYTES_MAX} are allowed"
+        what = f"a message of {len(body)} bytes: expected at most {FRAME_BYTES_MAX}"
         raise TierError(what, temporary=False)
     return len(body).to_bytes(4, "little") + body
 
@@ -118,7 +118,7 @@ async def take(reader: asyncio.StreamReader) -> AnyMessage:
     try:
         size = int.from_bytes(await reader.readexactly(4), "little")
         if size > FRAME_BYTES_MAX:
-            raise ValueError(f"a frame of {size} bytes, at most {FRAME_BYTES_MAX} are allowed")
+            raise ValueError(f"a frame of {size} bytes: expected at most {FRAME_BYTES_MAX}")
         message: Any = _decoder.decode(await reader.readexactly(size))
     except asyncio.IncompleteReadError as error:
         raise ConnectionResetError("the other end is gone") from error

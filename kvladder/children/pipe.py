@@ -123,7 +123,7 @@ class Pipe:
         """Let the other end call these methods of ``target``; before anything else is awaited."""
         for name, method in interface.methods.items():
             if name in self._handlers:
-                raise ValueError(f"{name} is a method of two interfaces of one pipe")
+                raise ValueError(f"two interfaces of one pipe have a method {name}")
             self._handlers[name] = Handler(method, getattr(target, name))
 
     async def join(self) -> str:
@@ -173,7 +173,7 @@ class Pipe:
         try:
             return method.result(answer.value)
         except ValueError as error:  # also of msgspec
-            message = f"the result of {method.name} is wrong: {error!r}"
+            message = f"the result of {method.name} has a wrong type: {error!r}"
             raise TierError(message, temporary=False) from error
 
     async def _cancel(self, number: int) -> None:
@@ -204,7 +204,7 @@ class Pipe:
         except OSError:
             pass
         except ValueError as error:
-            self._fault = f"it does not keep to the protocol: {error}"
+            self._fault = f"it broke the protocol: {error}"
         finally:
             self._close()
             tasks = [*self._running.values()]
@@ -243,7 +243,7 @@ class Pipe:
     async def _answer(self, call: Call, handler: Handler | None) -> bytes:
         """Run a call and return its answer as a frame."""
         if handler is None:
-            unknown = TierError(f"it has no method {call.method}", temporary=False)
+            unknown = TierError(f"the other process has no method {call.method}", temporary=False)
             return frame(Failed.of(call.number, unknown))
         try:
             return frame(Done.of(call.number, await handler.finish(call)))
@@ -256,7 +256,7 @@ class Pipe:
         if task.cancelled():
             self._write(frame(Failed(number, "cancelled")))
         elif (error := task.exception()) is not None:  # which cannot even be told
-            message = f"it raised {type(error).__name__}"
+            message = f"the call raised {type(error).__name__}"
             self._write(frame(Failed(number, "tier", message, temporary=False)))
         else:
             self._write(task.result())
@@ -265,7 +265,7 @@ class Pipe:
         """Report the error of a call whose caller does not wait."""
         del self._running[number]
         if not task.cancelled() and (error := task.exception()) is not None:
-            told = {"message": "a call failed whose caller does not wait", "exception": error}
+            told = {"message": "a one-way call failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(told)
 
     # ---- the end

@@ -64,7 +64,7 @@ def _run(run: Callable[..., str], **given: Any) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvladder", description="A ladder of places for the KV cache of an LLM engine."
+        prog="kvladder", description="Check, size and operate a tiered KV cache for LLM engines."
     )
     parser.add_argument("--version", action="version", version=f"kvladder {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -34,15 +34,15 @@ def check(
     Parameters
     ----------
     config:
-        the YAML file
+        read this YAML file
     model:
-        a model's config.json (or its folder), to print sizes in blocks and tokens
+        print sizes in blocks and tokens for this model: its config.json, or its folder
     dtype:
-        data type of the KV cache, such as fp8 (default: the model's)
+        assume this data type of the KV cache, such as fp8 (default: the model's)
     block_tokens:
-        tokens per block of the engine (default: the file's, or 16)
+        assume N tokens per block (default: the file's number, or 16)
     all_:
-        print all settings, defaults too
+        print all settings, including defaults
     offline:
         do not check the paths and servers that the configuration names
 
@@ -54,7 +54,7 @@ def check(
         Holds one ConfigError for each thing that the file names and that is missing or wrong.
     """
     if model is None and dtype is not None:
-        raise ConfigError("says nothing without a model", path="--dtype", hint="add --model")
+        raise ConfigError("has no effect without a model", path="--dtype", hint="add --model")
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(str(block_tokens), path="--block-tokens", hint="expected 1 or more")
     overrides = None if block_tokens is None else {"block": {"tokens": block_tokens}}
@@ -88,7 +88,10 @@ def _layout(
     tokens, notes = config.block.tokens, list[str]()
     if tokens == "auto":
         tokens = TOKENS_ASSUMED
-        notes = ["", f"{tokens} tokens per block are assumed: the engine decides (--block-tokens)"]
+        notes = [
+            "",
+            f"assumed {tokens} tokens per block: set --block-tokens to the engine's number",
+        ]
     return Layout(tokens, tokens * bytes_per_token(model, dtype=dtype)), notes
 
 
@@ -96,7 +99,7 @@ def _facts(findings: Findings | None) -> list[str]:
     """Return lines about the paths, servers and libraries that the configuration names."""
     if findings is None:
         return []
-    return ["", "found there (--offline does not look)"] + [
+    return ["", "found on this system (--offline skips this)"] + [
         f"  {name}: {'; '.join(f'{key} {value}' for key, value in facts.items())}"
         for name, facts in findings.facts.items()
     ]

@@ -54,25 +54,26 @@ def eval_(
     Parameters
     ----------
     model:
-        a folder with a causal language model of transformers
+        run the causal language model of transformers in this folder
     prompts:
-        a file with one prompt per line: text, or token ids as [1, 2, ...]
+        read prompts from this file, one per line: text, or token ids as [1, 2, ...]
     codec:
-        codecs to measure, written as in a stack: fp8, {name: zstd, level: 3}, or a list of them
+        measure these codecs, written as in a stack: fp8, {name: zstd, level: 3}, or a list of them
     gpu:
-        settings of pools to measure instead of codecs, written as a stack's gpu, with dtype and
+        measure these settings of pools instead of codecs, written as a stack's gpu, with dtype and
         windows only: {dtype: fp8, windows: [4096, 0]}
     kinds:
-        with --codec, kinds of layers to encode, as in allow_lossy, such as full,window
+        with --codec, encode only these kinds of layers, as in allow_lossy, such as full,window
         (default: all)
     tokens:
         use at most N tokens per prompt (default %(default)s)
     block_tokens:
-        tokens per block (default %(default)s)
+        use N tokens per block (default %(default)s)
     max_divergence:
-        highest allowed mean Kullback-Leibler divergence of the predictions, in nats per token
+        exit with 1 if the mean Kullback-Leibler divergence is above N nats per token
     min_agreement:
-        lowest allowed share of tokens, 0 to 1, after which the most likely next token is the same
+        exit with 1 if the most likely next token is the same after less than this share of tokens,
+        0 to 1
     """
     chosen = _chosen(codec, gpu, kinds)
     for flag, count, least in (
@@ -90,7 +91,7 @@ def eval_(
             run.run(prompt[:tokens])
             counted += 1
     if not counted:
-        raise ConfigError(f"{prompts} is empty", path="--prompts", hint="expected a prompt a line")
+        raise ConfigError(f"{prompts} is empty", path="--prompts", hint="write one prompt per line")
     report = f"{model}: {chosen.report(run)}; {counted} prompts, {_costs(run.loss)}"
     exceeded = list(_exceeded(run.loss, max_divergence, min_agreement))
     if exceeded:
@@ -104,10 +105,10 @@ def _chosen(codec: str | None, gpu: str | None, kinds: str | None) -> _Codecs | 
         return _Codecs(_kinds(kinds), kinds, _level(codec))
     if gpu is None or codec is not None:
         what = "missing" if gpu is None else "given with --gpu"
-        hint = "expected --codec or --gpu: what one costs says nothing of the other"
+        hint = "expected either --codec or --gpu: each is measured alone"
         raise ConfigError(what, path="--codec", hint=hint)
     if kinds is not None:
-        raise ConfigError(kinds, path="--kinds", hint="leave it out: pools keep all layers")
+        raise ConfigError(kinds, path="--kinds", hint="leave it out: pools hold all layers")
     return _Pools(_settings(gpu))
 
 
@@ -129,7 +130,8 @@ class _Codecs(NamedTuple):
         """Return a line about what was evaluated; raise ConfigError if no layer was."""
         if not run.changed:
             there = ", ".join(sorted(run.spared))
-            raise ConfigError(f"{self.said!r}: the model's layers are {there}", path="--kinds")
+            what = f"{self.said!r} selects no layer: the model's layers are {there}"
+            raise ConfigError(what, path="--kinds")
         return _report(run, self.level)
 
 
@@ -165,8 +167,8 @@ def _settings(said: str) -> Mapping[str, Any]:
 def _report(run: Evaluation, level: LevelConfig) -> str:
     """Return which codecs encoded which kinds of layers."""
     names = ", ".join(one.name for one in level.codecs)
-    spared = f", not {', '.join(sorted(run.spared))}" if run.spared else ""
-    return f"{names} on layers that are {', '.join(sorted(run.changed))}{spared}"
+    spared = f", not on {', '.join(sorted(run.spared))}" if run.spared else ""
+    return f"{names} on layers of kind {', '.join(sorted(run.changed))}{spared}"
 
 
 def _costs(loss: Loss) -> str:
@@ -176,9 +178,9 @@ def _costs(loss: Loss) -> str:
         (
             f"{loss.tokens} tokens compared",
             f"bytes          {Size(loss.plain_bytes)} -> {Size(loss.stored_bytes)} ({ratio:.3f})",
-            f"divergence     {loss.mean:.3g} nats a token, {loss.most:.3g} at most",
+            f"divergence     {loss.mean:.3g} nats per token, {loss.most:.3g} at most",
             f"perplexity     {plain:.6g} -> {coded:.6g} ({coded / plain - 1:+.2%})",
-            f"likeliest word the same after {loss.agreement:.2%} of the tokens",
+            f"agreement      {loss.agreement:.2%} of tokens have the same most likely next token",
         )
     )
 
@@ -186,9 +188,9 @@ def _costs(loss: Loss) -> str:
 def _exceeded(loss: Loss, divergence: float | None, agreement: float | None) -> Iterator[str]:
     """Yield a sentence for each exceeded limit. A NaN exceeds every limit."""
     if divergence is not None and not loss.mean <= divergence:
-        yield f"a divergence of {loss.mean:.3g} is more than {divergence:g}"
+        yield f"divergence {loss.mean:.3g}: expected at most {divergence:g}"
     if agreement is not None and not loss.agreement >= agreement:
-        yield f"an agreement of {loss.agreement:.4g} is less than {agreement:g}"
+        yield f"agreement {loss.agreement:.4g}: expected at least {agreement:g}"
 
 
 def _kinds(said: str | None) -> Sequence[str]:
@@ -196,7 +198,7 @@ def _kinds(said: str | None) -> Sequence[str]:
     wanted = known if said is None else [one.strip() for one in said.split(",")]
     for one in wanted:
         if one not in known:
-            raise ConfigError(repr(one), path="--kinds", hint=f"expected of: {', '.join(known)}")
+            raise ConfigError(repr(one), path="--kinds", hint=f"choose from: {', '.join(known)}")
     return wanted
 
 
@@ -268,17 +270,17 @@ def _tokenizer(model: Path, where: str) -> Any:
     try:
         return auto.from_pretrained(model, local_files_only=True)
     except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
-        what = f"{where} is text, and {model} has no tokenizer that can be used"
+        what = f"{where} is text, but {model} has no usable tokenizer"
         raise ConfigError(what, path="--prompts", hint="give token ids: [1, 2, ...]") from error
 
 
 def _check(prompt: Sequence[int], model: Any, where: str, *, least: int) -> None:
     """Raise ConfigError unless a prompt can be run."""
     if len(prompt) < least:
-        hint = f"expected {least} or more, two blocks, or a smaller --block-tokens"
+        hint = f"expected two blocks, {least} tokens, or more; or use a smaller --block-tokens"
         raise ConfigError(f"{where}: {len(prompt)} tokens", path="--prompts", hint=hint)
     size = int(model.get_input_embeddings().weight.shape[0])
     wrong = next((one for one in prompt if not 0 <= one < size), None)
     if wrong is not None:
-        hint = f"the model knows 0 to {size - 1}"
+        hint = f"expected 0 to {size - 1}, the ids that the model knows"
         raise ConfigError(f"{where}: token {wrong}", path="--prompts", hint=hint)

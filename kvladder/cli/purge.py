@@ -55,9 +55,9 @@ def read_salt(name: str) -> str:
         hint = "no request can have this salt"
         raise ConfigError(f"{where} is not UTF-8 text", path="--salt-file", hint=hint) from error
     if not salt or len(data) > SALT_BYTES_MAX or "\n" in salt:
-        what = "empty" if not salt else "more than one line, or too long a one"
-        hint = f"expected the salt alone, at most {SALT_BYTES_MAX} bytes"
-        raise ConfigError(f"{where} is {what}", path="--salt-file", hint=hint)
+        what = "is empty" if not salt else "has more than one line, or is too long"
+        hint = f"expected only the salt, at most {SALT_BYTES_MAX} bytes"
+        raise ConfigError(f"{where} {what}", path="--salt-file", hint=hint)
     return salt
 
 
@@ -80,19 +80,19 @@ def purge(
     Parameters
     ----------
     config:
-        the YAML file
+        read this YAML file
     namespace:
-        64 hexadecimal digits, as an engine prints them at start (default: the running cache's, and
-        in directories every namespace); required for servers
+        purge this namespace: 64 hexadecimal digits, as an engine prints them at start (default: the
+        running cache's, and in directories every namespace); required for servers
     salt:
-        only blocks of requests with this cache salt; other users of this machine can read it in
-        the list of processes
+        purge only blocks of requests with this cache salt; other users of this machine can read it
+        in the list of processes
     salt_file:
-        a file with the cache salt as its only line; - for standard input
+        read the cache salt, the only line, from this file; - for standard input
     all_:
-        all blocks, regardless of owner
+        purge all blocks, regardless of owner
     wait_s:
-        seconds to wait for a running cache (default %(default)g)
+        wait at most N seconds for a running cache (default %(default)g)
 
     Raises
     ------
@@ -103,7 +103,7 @@ def purge(
     """
     space = None if namespace is None else _space(namespace)
     if salt == "":
-        raise ConfigError("empty", path="--salt", hint="leave it out to remove all")
+        raise ConfigError("empty", path="--salt", hint="use --all to purge all blocks")
     if salt is None and salt_file is None and space is None and not all_:
         what = "choose what to purge: --salt, --salt-file, --namespace or --all"
         raise ConfigError(what, path="purge")
@@ -196,13 +196,13 @@ def _at_rest(
             work.append(partial(_purge_files, level.name, level.options, space, salt, processes))
         elif level.make.shared and not processes:
             if space is None:
-                hint = f"{level.name} needs it: 64 digits that an engine prints at start"
+                hint = f"level {level.name} needs it: the 64 digits that an engine prints at start"
                 raise ConfigError("missing", path="--namespace", hint=hint)
             digest = None if salt is None else salt_digest(space, salt)
             work.append(partial(_purge_shared, level, space, digest))
     if not work and not processes:
-        hint = "the other tiers lose their blocks when the engine ends"
-        raise ConfigError("no tier outlives an engine", path="tiers", hint=hint)
+        hint = "no running cache was found, so there is nothing to purge"
+        raise ConfigError("no tier keeps blocks after its engine ends", path="tiers", hint=hint)
     return work
 
 
@@ -222,7 +222,7 @@ def _purge_files(
         return [f"{name}: nothing is stored there"]
     return [
         f"{name}: {counted(one.removed, 'block')} removed, {one.erased} overwritten,"
-        f" of {one.namespace}"
+        f" in namespace {one.namespace}"
         for one in done
     ]
 

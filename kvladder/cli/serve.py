@@ -27,11 +27,11 @@ def serve(
     Parameters
     ----------
     config:
-        the YAML file, with block: and export: beside arena: and tiers:
+        read this YAML file, with block: and export: beside arena: and tiers:
     new_keys:
-        only make the keys of a server and of its clients, in this folder
+        create the keys of a server and of its clients in this folder, and exit
     flush_s:
-        seconds to write blocks at the end (default: 60)
+        at exit, write remaining blocks for at most N seconds (default: 60)
 
     Raises
     ------
@@ -41,11 +41,11 @@ def serve(
     if new_keys is not None:
         return _make_keys(new_keys)
     if config is None:
-        raise ConfigError("missing", path="config", hint="the YAML file, or --new-keys")
+        raise ConfigError("missing", path="config", hint="expected the YAML file, or --new-keys")
     found = load_config(config)
     size, listen = found.block.size_bytes, found.export.listen
     if size is None:
-        hint = "expected the longest block that clients store, such as block: 1 MiB"
+        hint = "expected the size of the largest block that clients store, such as block: 1 MiB"
         raise found.source.explain(ConfigError("missing", path="block", hint=hint))
     if listen is None:
         hint = "expected host:port, such as 0.0.0.0:7470"
@@ -75,6 +75,6 @@ def _make_keys(folder: Path) -> str:
         server, client = make_keys(folder)
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror}"
-        hint = "expected a folder that can be written and has no keys yet"
+        hint = "expected a writable folder that has no keys yet"
         raise ConfigError(what, path="--new-keys", hint=hint) from error
     return f"{server}: for the server's export.keys\n{client}: for keys of each client's level"

@@ -20,7 +20,7 @@ STEP: Final = 8192
 """Tokens of a prompt that engines compute at a time by default."""
 FLAGS: Final = {"block_tokens": "--block-tokens", "checkpoint_tokens": "--checkpoint-tokens"}
 """Flag that sets each number of the plan."""
-_HINT: Final = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
+_HINT: Final = "use kvladder.gpu.sizing.plan.CachePlan to size layers that you list"
 
 
 def size(
@@ -37,29 +37,29 @@ def size(
 ) -> str:
     """Print how many blocks and sequences of a model fit into a memory.
 
-    Prints also the bytes of a token, the pools that the layers need, and what each tier holds.
+    Also prints the bytes of a token, the pools that the layers need, and what each tier holds.
     Exits with 2 if an argument or a file is wrong, or if not even one sequence fits.
 
     Parameters
     ----------
     model:
-        a model's config.json (or its folder)
+        read this model's config.json, or the one in this folder
     memory:
-        device memory for the cache, for example 40GiB
+        use this much device memory for the cache, for example 40GiB
     context:
-        tokens of a sequence
+        assume N tokens per sequence
     step:
-        tokens computed at a time, as with chunked prefill (default %(default)s)
+        compute N tokens at a time, as with chunked prefill (default %(default)s)
     dtype:
-        data type of the KV cache, such as fp8 (default: the model's)
+        use this data type for the KV cache, such as fp8 (default: the model's)
     state_dtype:
-        data type of recurrent states (default: the one in config.json, else the model's)
+        use this data type for recurrent states (default: config.json's, else the model's)
     block_tokens:
-        tokens per block (default %(default)s)
+        use N tokens per block (default %(default)s)
     checkpoint_tokens:
-        tokens between kept states of a hybrid model (default %(default)s: none are kept)
+        keep a state of a hybrid model every N tokens (default %(default)s: keep none)
     stack:
-        a YAML file: its tiers are sized too, and its gpu.dtype, windows, shares and reuse apply
+        size the tiers of this YAML file too, and apply its gpu.dtype, windows, shares and reuse
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
@@ -96,7 +96,7 @@ def _fit(plan: CachePlan, gpu: GpuConfig, room: Size, context: int) -> int:
     _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
     one = plan.pooled_bytes + plan.alone_bytes
     if room < one:
-        hint = f"one takes {Size(one).about()}"
+        hint = f"one sequence takes {Size(one).about()}"
         raise PlanError(
             f"{room.brief()} holds no sequence of {counted(context, 'token')}",
             path="--memory",
@@ -147,7 +147,7 @@ def _divided(plan: CachePlan) -> list[str]:
     """Return lines about the share of each pool, and about what a sequence keeps outside pools."""
     lines = [] if plan.division is None else [str(plan.division)]
     return lines + [
-        f"  {each.name}: {_size(each.bytes)} a sequence, by itself: {each.why}"
+        f"  {each.name}: {_size(each.bytes)} per sequence, outside the pools: {each.why}"
         for each in plan.alone
     ]
 

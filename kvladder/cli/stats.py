@@ -30,7 +30,7 @@ def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> 
     Parameters
     ----------
     target:
-        a control socket, or the YAML file that names it
+        ask this control socket, or the one that this YAML file names
     json:
         print all counters as JSON, one object with a key per socket, instead of a short table
     watch_s:
@@ -66,7 +66,7 @@ def describe(target: Path) -> str:
     Parameters
     ----------
     target:
-        a control socket, or the YAML file that names it
+        ask this control socket, or the one that this YAML file names
     """
     found = _ask(target, "describe")
     return "\n\n".join(f"{path}\n{text}" for path, text in found.items())
@@ -99,7 +99,7 @@ def _sockets(target: Path) -> list[Path]:
         raise ConfigError("no control socket configured", path=str(target), hint=hint)
     found = sockets(path)
     if not found:
-        raise ConfigError(f"there is no socket {path}", path=WHERE, hint="start the engine")
+        raise ConfigError(f"no control socket at {path}", path=WHERE, hint="start the engine")
     return found
 
 

@@ -87,7 +87,7 @@ def register(group: Group, name: str, thing: object) -> None:
     """
     claimed = name in _found(group)
     if claimed or _registered.setdefault((group, name), thing) is not thing:
-        what = f"{_KINDS[group][0]} {name!r} {'exists already' if claimed else 'is registered'}"
+        what = f"{_KINDS[group][0]} {name!r} {'exists' if claimed else 'is registered'} already"
         raise ConfigError(what, hint="choose another name")
 
 
@@ -117,7 +117,7 @@ def load(group: Group, name: str, *, path: str = "") -> Any:
     # the host level's name is listed, but the stack builds the level itself
     is_one = isinstance(thing, type) and issubclass(thing, base)
     if not is_one and (group, name) != HOST:
-        raise ConfigError(f"{name!r} is no {base.__name__}", path=path)
+        raise ConfigError(f"{name!r}: expected a class derived from {base.__name__}", path=path)
     return cast("Any", thing)
 
 
@@ -129,7 +129,8 @@ def _imported(group: Group, name: str, path: str) -> Any:
         raise ConfigError(f"unknown {what}", path=path, hint=hint)
     if len(claims) > 1:
         owners = ", ".join(map(_owner, claims))
-        raise ConfigError(f"{what} is claimed by {owners}", path=path, hint="uninstall one")
+        several = f"{what} comes from several packages: {owners}"
+        raise ConfigError(several, path=path, hint="uninstall all but one")
     declared = BUILT_IN_TIERS.get(name) if group == "tiers" else None
     return _loaded(claims[0], declared, path, what)
 
@@ -139,7 +140,7 @@ def _loaded(point: EntryPoint, declared: TierType | None, path: str, what: str =
     try:
         return point.load()
     except (ImportError, AttributeError) as error:
-        hint = f"it is {point.value}, from {_owner(point)}"
+        hint = f"{_owner(point)} declares it as {point.value}"
         extra = _EXTRAS.get(point.name) if point.value == BUILT_IN["codecs"].get(point.name) else ""
         missing = declared.hint if declared else f"install kvladder[{extra}]" if extra else ""
         if missing and isinstance(error, ImportError):

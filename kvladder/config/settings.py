@@ -57,7 +57,7 @@ class ModelConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.fingerprint.strip():  # from an empty variable: it identifies no weights
-            hint = "expected auto, or text that changes whenever the weights do"
+            hint = "expected auto, or text that changes whenever the weights change"
             raise ConfigError(repr(self.fingerprint), path="fingerprint", hint=hint)
 
 
@@ -100,7 +100,7 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.reuse and self.partial in ("take", "copy"):
-            hint = "auto or off: without reuse nothing is served"
+            hint = "expected auto or off, because gpu.reuse is false"
             raise ConfigError(self.partial, path="partial", hint=hint)
 
 
@@ -145,9 +145,9 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.replay is not None and self.publish is None:
-            raise ConfigError(self.replay, path="replay", hint="needs events.publish, too")
+            raise ConfigError(self.replay, path="replay", hint="set events.publish, too")
         if self.publish is not None and not self.max:
-            hint = "events are published: expected 1 or more"
+            hint = "expected 1 or more, because events are published"
             raise ConfigError("0", path="max", hint=hint)
 
 
@@ -208,8 +208,8 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
                 hint = "expected a host without a port, such as 10.0.0.7 or [fd00::7]"
                 raise ConfigError(repr(self.host), path="host", hint=hint)
         elif named := [name for name in ("host", "name") if getattr(self, name)]:
-            hint = "it is for a server that announces itself: set export.roster"
-            raise ConfigError("has no effect", path=named[0], hint=hint)
+            hint = "set export.roster too, or leave it out"
+            raise ConfigError("has no effect without export.roster", path=named[0], hint=hint)
 
     @property
     def at(self) -> str:
@@ -314,7 +314,7 @@ class Chosen(Settings, frozen=True, kw_only=True, dict=True):
         own = msgspec.structs.fields(make.Options) if getattr(make, "Options", None) else ()
         common = {field.encode_name for field in msgspec.structs.fields(cls)}
         for name in common.intersection(one.encode_name for one in own):
-            what = f"{make.__name__} has a setting {name!r} of its own, and all have one"
+            what = f"{make.__name__} defines a setting {name!r}, which kvladder already defines"
             raise ConfigError(what, path=path, hint="give it another name in its Options")
         field: Any = msgspec.field
         fields: list[Any] = [(name, *what) for name, what in types.items()]
@@ -381,7 +381,8 @@ class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
         if not self.allow_lossy:
             what = f"{self.make.name!r} changes the numbers that the engine reads"
             hint = (
-                f"if that is meant, write {{name: {self.make.name}, allow_lossy: true}}, or [full]"
+                f"to allow it, write {{name: {self.make.name}, allow_lossy: true}}; for full"
+                " attention, allow_lossy: [full]"
             )
             raise ConfigError(what, hint=hint)
 
@@ -473,16 +474,16 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         if not self.queue:
             raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
         if self.when == "never" and not self.make.shared:
-            hint = "expected evict or commit: nobody else writes to this tier"
+            hint = "expected evict or commit: only this cache writes to this tier"
             raise ConfigError("never", path="when", hint=hint)
         require_chain([codec.make for codec in self.codecs])
         if self.isolate is None:
             msgspec.structs.force_setattr(self, "isolate", self._isolates)
         if self._isolates and not self.isolate:
-            hint = "leave it out: its library can neither be cancelled nor trusted to live"
+            hint = "leave it out: the tier's library may hang or crash, so it always runs isolated"
             raise ConfigError("false", path="isolate", hint=hint)
         if self.abandon_s != ABANDON_S and not self.isolate:
-            hint = "it is for a tier in a process of its own: isolate: true"
+            hint = "set isolate: true, or leave it out: it applies to isolated tiers only"
             raise ConfigError(str(self.abandon_s), path="abandon", hint=hint)
 
     @property
@@ -533,21 +534,22 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         return self.capacity_bytes // self.engines // self.block_bytes(layout)
 
 
-_WHY_LAST = "a checksum covers what crosses the edge: it comes last"
+_WHY_LAST = "put the checksum last: it covers the bytes that the tier stores"
 _WHY_BEFORE = {
-    Stage.REDUCE: "it has to see the numbers as the engine wrote them: it comes first",
-    Stage.COMPRESS: "what is encrypted does not shrink: compression comes before",
+    Stage.REDUCE: "put it first: it needs the numbers as the engine wrote them",
+    Stage.COMPRESS: "put it before encryption: encrypted data does not shrink",
 }
 
 
 def require_chain(codecs: list[type[Codec]]) -> None:
     """Raise ConfigError unless the order of these codecs makes sense."""
     if len(codecs) > STEPS_MAX:
-        raise ConfigError(f"{len(codecs)} codecs", path="codecs", hint=f"at most {STEPS_MAX}")
+        hint = f"expected at most {STEPS_MAX}"
+        raise ConfigError(f"{len(codecs)} codecs", path="codecs", hint=hint)
     for i, make in enumerate(codecs):
         where = f"codecs[{i}]"
         if make in codecs[:i]:
-            raise ConfigError(f"{make.name!r} twice", path=where, hint="name it once")
+            raise ConfigError(f"{make.name!r} is listed twice", path=where, hint="list it once")
         later = next((codec for codec in codecs[:i] if codec.stage > make.stage), None)
         if later is not None:
             hint = _WHY_LAST if later.stage == Stage.CHECK else _WHY_BEFORE[make.stage]

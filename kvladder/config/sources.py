@@ -163,7 +163,8 @@ def _gather(
     for name in sorted(env):
         keys = name.removeprefix(PREFIX).lower().split("__")
         if name.startswith(PREFIX) and not all(keys):
-            raise ConfigError("names no setting", path=name, hint="like KVLADDER__ARENA__SIZE")
+            hint = "expected a name such as KVLADDER__ARENA__SIZE"
+            raise ConfigError("names no setting", path=name, hint=hint)
         if name.startswith(PREFIX):
             found.lay(keys, _text(env[name], name), "environment", name)
     for path, value in _leaves(_plain(overrides, "", found)):
@@ -212,7 +213,7 @@ def _filled(text: str, path: str, env: Mapping[str, str]) -> str:
         if match[0] == "$${":
             return "${"
         if name is None:
-            hint = "$${ writes a plain ${"
+            hint = "write $${ for a literal ${"
             raise ConfigError("'${' without a name and '}'", path=path, hint=hint)
         found = env.get(name)
         if default is not None:
@@ -240,7 +241,7 @@ def _written_out(given: dict[str, Any], found: Source) -> dict[str, Any]:
     """Return ``{host: 4 GiB, files: /path, capacity: 1 TiB}`` in the long form."""
     for key in ("arena", "tiers"):
         if key in given:
-            hint = "host:, files: and capacity: stand for arena: and tiers:; use one or the other"
+            hint = "host:, files: and capacity: replace arena: and tiers:; use only one form"
             raise ConfigError("the short form and the long form are mixed", path=key, hint=hint)
     tiers: list[dict[str, Any]] = [{"type": "host"}]
     found.short["arena.size"] = "host"
@@ -257,7 +258,7 @@ def _written_out(given: dict[str, Any], found: Source) -> dict[str, Any]:
             share = f"{FREE_SHARE:.0%} of the space on the file system of {path}"
             found.notes["tiers[1].capacity"] = share
     elif "capacity" in given:
-        raise ConfigError("unknown key", path="capacity", hint="it goes with files:")
+        raise ConfigError("unknown key", path="capacity", hint="it needs files:, too")
     found.origins |= {new: found.who(old) for new, old in found.short.items()}
     rest = {key: item for key, item in given.items() if key not in SHORT_KEYS}
     arena = {"size": given["host"]} if "host" in given else {}

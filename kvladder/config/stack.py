@@ -148,11 +148,11 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         for where in ("gpu.fraction", "gpu.max_tokens"):
             given = value_at(raw, where)
             if memory is not None and given is not None:
-                hint = f"gpu.memory, {memory}, says it all: leave out one of the two"
+                hint = f"leave it out, or leave out gpu.memory, {memory}, which sets the size alone"
                 raise ConfigError(str(given), path=where, hint=hint)
         tokens = self.block.tokens
         if "gpu" in raw and isinstance(tokens, int) and not is_size(tokens):
-            hint = f"expected {SIZES}, as pools on the device have, or auto"
+            hint = f"expected {SIZES}, which pools on the device need, or auto"
             raise ConfigError(str(tokens), path="block.tokens", hint=hint)
 
     def _require_names(self) -> None:
@@ -161,14 +161,14 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         for i, tier in enumerate(self.tiers):
             if tier.name in {"", *SECTIONS}:  # "" is the device in events
                 hint = "choose another name"
-                raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
+                raise ConfigError(f"{tier.name!r} is reserved", path=f"tiers[{i}].name", hint=hint)
             own = [("name", tier.name)]
             # two levels would use each other's space, or remove each other's blocks
             own += getattr(getattr(tier, "options", None), "claims", ())
             for key, value in own:
                 first = claims.setdefault((key, value), i)
                 if first != i:
-                    wrong = f"{value!r} is the {key} of tiers[{first}]"
+                    wrong = f"{value!r} is already the {key} of tiers[{first}]"
                     hint = f"give each tier a {key} of its own"
                     raise ConfigError(wrong, path=f"tiers[{i}].{key}", hint=hint)
 
@@ -216,7 +216,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         """Raise ConfigError if blocks of this layout do not fit this configuration."""
         tokens = self.block.tokens
         if tokens not in {"auto", layout.block_tokens}:
-            hint = f"the engine's blocks have {layout.block_tokens} tokens: that, or auto"
+            hint = f"expected {layout.block_tokens}, the engine's number, or auto"
             raise self._wrong("block.tokens", str(tokens), hint)
         if self.arena.size_bytes is not None and self.arena_slots(layout) < 1:
             hint = f"expected room for at least one block, {Size(layout.slot_bytes).brief()}"
@@ -227,8 +227,8 @@ class StackConfig(Sections, frozen=True, kw_only=True):
                 raise self._wrong(
                     f"tiers[{i}].type",
                     f"blocks of {Size(layout.block_bytes).about()} are too small for"
-                    f" {level.type!r}: each is a request, which takes as long for a larger one",
-                    f"expected at least {least}: more tokens a block, or another type of tier",
+                    f" {level.type!r}: each is one request, and larger requests take no longer",
+                    f"expected at least {least}: use more tokens per block, or another tier type",
                 )
             blocks, batch = level.capacity_blocks(layout), level.make.batch_max
             if blocks < batch:
@@ -273,13 +273,13 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         found = {"arena.size": blocks(self.arena_slots(layout))}
         most = self.shares(self.host, self.arena_slots(layout), layout.slot_bytes)
         if most.tenant is not None:
-            found["tiers[0].quota.tenant"] = f"{counted(most.tenant, 'block')} of each salt"
+            found["tiers[0].quota.tenant"] = f"{counted(most.tenant, 'block')} per salt"
         for i, level in enumerate(self.levels, start=1):
             part = f" for each of {level.engines} engines" if level.engines > 1 else ""
             found[f"tiers[{i}].capacity"] = blocks(level.capacity_blocks(layout)) + part
             most = self.shares(level, level.capacity_blocks(layout), level.block_bytes(layout))
             if most.tenant is not None:
-                found[f"tiers[{i}].quota.tenant"] = f"{counted(most.tenant, 'block')} of each salt"
+                found[f"tiers[{i}].quota.tenant"] = f"{counted(most.tenant, 'block')} per salt"
             scratch = level.scratch_blocks(layout) * layout.slot_bytes
             if scratch:
                 found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch"
@@ -300,7 +300,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             lines.append(f"{level.name}: {level.type}, {room}{when}{least}")
         if len(lines) > SUMMARY_LINES_MAX:
             more = len(lines) - SUMMARY_LINES_MAX + 1
-            lines[-more:] = [f"and {more} levels more"]
+            lines[-more:] = [f"and {more} more levels"]
         return lines
 
     def describe(self, layout: Layout | None = None) -> str:
@@ -319,9 +319,9 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         alone = is_alone(self.source.raw)
         lines = [f"stack of {counted(len(self.levels) + 1, 'level')}, hottest first"]
         if alone:
-            lines = ["no tiers: what leaves the device is forgotten"]
+            lines = ["no tiers: blocks that leave the device are lost"]
         if layout is None:
-            lines.append("a block's size is not known before an engine names its layout")
+            lines.append("the size of a block is unknown until an engine names its layout")
         else:
             lines.append(self._block(layout))
         found = [r for r in self.rows(layout) if defaults or r.origin != "default"]
@@ -401,13 +401,13 @@ def _tier_types(raw: Any, found: Source) -> tuple[Any, ...]:
         path = f"tiers[{i}]"
         make = _named("tiers", tier, "type", path)
         if (tier["type"] == HOST) != (i == 0):
-            wrong = "a second host level" if i else f"{tier['type']!r}, not host"
-            hint = "the first tier is the only one of type host"
+            wrong = "a second host level" if i else f"{tier['type']!r} instead of host"
+            hint = "expected type host for the first tier, and for no other"
             raise ConfigError(wrong, path=f"{path}.type", hint=hint)
         if i:
             types.append(_level_type(make, tier, path, found))
     for key in {*raw[0]}.intersection(keys_of(LevelConfig)).difference(keys_of(HostConfig)):
-        why = "is as large as the arena: set arena.size" if key == "capacity" else "has none"
+        why = "is as large as the arena: set arena.size" if key == "capacity" else "has no such key"
         raise ConfigError("unknown key", path=f"tiers[0].{key}", hint=f"the host level {why}")
     return tuple(types)
 

@@ -130,7 +130,7 @@ class ControlServer:
             with suppress(Unavailable, ConfigError):
                 await run(self._bind)
         await self._listen()
-        self._say("control taken", f"the control socket {self._path} is this cache's from now on")
+        self._say("control taken", f"this cache now listens at the control socket {self._path}")
 
     async def _listen(self) -> None:
         assert self._socket is not None
@@ -188,11 +188,13 @@ class ControlServer:
                 if not line.endswith(b"\n"):
                     return
                 if others >= CLIENTS_MAX:
-                    await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served"})
+                    why = f"{CLIENTS_MAX} clients are already connected: try again later"
+                    await _send(writer, {"error": why})
                     return
                 await _send(writer, await self._answer(line, partial(_is_gone, writer)))
         except ValueError:  # a line is too long, so the start of the next is unknown
-            await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
+            why = f"the request is too long: expected at most {REQUEST_BYTES_MAX} bytes"
+            await _send(writer, {"error": why})
             writer.write_eof()
             async with asyncio.timeout(REQUEST_S):  # unread bytes would discard the answer
                 while await reader.read(REQUEST_BYTES_MAX):
@@ -209,9 +211,9 @@ class ControlServer:
             return {"result": self._manager.describe()}
         own = self._manager.namespace.hex()
         if request.namespace not in {None, own}:
-            return {"error": f"the cache that runs here has namespace {own}"}
+            return {"error": f"expected namespace {own}, that of the running cache"}
         if request.all == (request.salt is not None):
-            return {"error": "expected either a salt, or all to be true"}
+            return {"error": "expected either a salt or all: true"}
         return {"result": await self._purge(request, gone)}
 
     async def _purge(self, request: PurgeRequest, gone: Callable[[], bool]) -> dict[str, Any]:

@@ -73,11 +73,12 @@ def require_name(path: Path) -> None:
         what = f"{path}: {error.strerror}"
         raise ConfigError(what, path=WHERE, hint="expected a directory that exists") from error
     if len(os.fsencode(path)) > NAME_BYTES_MAX:
-        hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
+        hint = f"expected a path of at most {NAME_BYTES_MAX} bytes"
         raise ConfigError(str(path), path=WHERE, hint=hint)
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} is no socket", path=WHERE, hint="choose another name")
+            what = f"{path} exists and is not a socket"
+            raise ConfigError(what, path=WHERE, hint="choose another name")
 
 
 class BoundSocket:
@@ -221,7 +222,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
             with stream.makefile("rb") as answers:
                 data = answers.readline(REPLY_BYTES_MAX)
             if not data.endswith(b"\n"):
-                raise ConnectionError("it hung up, or said too much")
+                raise ConnectionError("the process hung up, or its answer was too long")
         except OSError as error:
             why = error.strerror or str(error)
             hint = _USER_HINT if isinstance(error, PermissionError) else _RUNNING_HINT
@@ -229,7 +230,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     try:
         reply = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise NotAnswering(f"{error}", path=str(path), hint="is it kvladder's?") from error
+        raise NotAnswering(f"not JSON: {error}", path=str(path), hint=_RUNNING_HINT) from error
     if "error" in reply:
         raise ConfigError(str(reply["error"]), path=str(path))
     return reply.get("result")

@@ -86,7 +86,7 @@ class DeviceCache:
     @property
     def memory(self) -> PlanMemory:
         """Memory of each layer, state and convolution. Pools opened without a plan have none."""
-        assert self._memory is not None, "opened without a plan"
+        assert self._memory is not None, "expected pools opened with a plan"
         return self._memory
 
     @property
@@ -395,14 +395,14 @@ def open_pools(
     partial = _partial(config, [share.group for share in division.shares], reuse=reuse)
     names = [share.group.name for share in division.shares]
     if len(set(names)) < len(names):
-        hint = "each with a name of its own, which is part of its blocks' keys"
+        hint = "give each group its own name: it is part of the keys of its blocks"
         raise PlanError(f"groups {names}", hint=hint)
     parts: dict[int, RankShare] = {}
     for at, (share, held) in enumerate(zip(division.shares, tensors, strict=True)):
         pages = BlockPages.of(held, blocks=division.places(share))
         if pages.block_bytes > share.block_bytes:
             what = f"{share.group.name}: a block takes {pages.block_bytes} bytes in the tensors"
-            raise LayoutError(what, hint=f"the group says {share.block_bytes}")
+            raise LayoutError(what, hint=f"expected at most {share.block_bytes}, as the group says")
         parts[at] = RankShare(pages)
     widest = max(share.block_bytes for share in division.shares)
     element = common_element(part.pages.element for part in parts.values())
@@ -485,7 +485,7 @@ def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Pa
     asked = config.gpu.partial
     if not reuse:
         if asked not in {"auto", "off"}:
-            hint = "auto or off: this model keeps something that is not paged"
+            hint = "expected auto or off: later requests cannot reuse this model's blocks"
             raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
         return "off"
     checkpoint = max((one.block_tokens for one in groups if one.kind == "state"), default=1)
@@ -493,7 +493,7 @@ def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Pa
     if asked == "auto":
         return "take" if possible else "off"
     if asked != "off" and not possible:
-        hint = f"auto or off: what states serve ends at a multiple of {checkpoint} tokens"
+        hint = f"expected auto or off: states are reused at multiples of {checkpoint} tokens only"
         raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
     return asked
 
@@ -506,14 +506,15 @@ def _group(gpu: GpuConfig, plan: CachePlan, device: torch.device | str) -> None:
         plan.adapt(dtype=gpu.dtype, windows=gpu.windows).check()
     elif gpu.dtype != "auto" or gpu.windows:
         path = "gpu.windows" if gpu.windows else "gpu.dtype"
-        hint = "leave it out: the engine has checked its plan already"
+        hint = "leave it out: the engine has already checked its plan"
         raise ConfigError("has no effect here", path=path, hint=hint)
     if plan.phase == "check":
         plan.group()
     if not plan.pools:
         alone = ", ".join(one.name for one in plan.alone)
-        hint = "a layer of paged KV, or a state whose pool it joins"
-        raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
+        hint = "expected a layer of paged KV, or a state"
+        what = f"nothing can be pooled; allocated separately: {alone}"
+        raise PlanError(what, path="plan", hint=hint)
 
 
 def _require_type(dtype: str, device: torch.device | str) -> None:
@@ -523,7 +524,8 @@ def _require_type(dtype: str, device: torch.device | str) -> None:
         _one(device, kind).float()
     except (NotImplementedError, RuntimeError, TypeError) as error:
         what = f"{dtype} on {device}: {error}"
-        raise ConfigError(what, path="gpu.dtype", hint="auto, or a type that it has") from error
+        hint = "expected auto, or a type that the device supports"
+        raise ConfigError(what, path="gpu.dtype", hint=hint) from error
 
 
 def _one(device: torch.device | str, kind: torch.dtype) -> torch.Tensor:
@@ -543,7 +545,7 @@ def _size(
     if gpu.memory_bytes is not None:
         plan.size(gpu.memory_bytes, sequences=sequences, shares=gpu.shares, rebalance=gpu.rebalance)
     elif free is None:
-        hint = "a size such as 4 GiB, where the engine does not say how much is free"
+        hint = "expected a size such as 4 GiB: the engine does not report its free memory"
         raise ConfigError("missing", path="gpu.memory", hint=hint)
     else:
         plan.size(

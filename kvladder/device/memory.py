@@ -109,7 +109,7 @@ class PlanMemory:
 
     def apart(self, name: str) -> torch.Tensor:
         """Return memory outside pools: ``[sequences, ...]``; raises as ``buffers`` does."""
-        return self._named(name, "handler by itself", [one.name for one in self.plan.alone])
+        return self._named(name, "resource outside pools", [one.name for one in self.plan.alone])
 
     def _of(self, name: str, what: str, kind: type) -> torch.Tensor:
         names = [each for each, one in self._kinds.items() if isinstance(one, kind)]
@@ -118,7 +118,7 @@ class PlanMemory:
     def _named(self, name: str, what: str, names: list[str]) -> torch.Tensor:
         if name not in names:
             hint = nearest(name, names) if names else f"the plan has no {what}"
-            raise PlanError(f"{name!r} is no {what}", path="plan", hint=hint)
+            raise PlanError(f"{name!r} is not a {what}", path="plan", hint=hint)
         return self._view(name)
 
     def _raw(self, name: str) -> torch.Tensor:

@@ -130,10 +130,10 @@ class Preemption:
         again = sum(how == "recompute" for _, how in self._recent)
         self._notices.say(
             "preemption",
-            f"{SUSTAINED} requests gave their device memory up within {last_s - first_s:.0f} s,"
-            f" {again} of them to be computed again. What helps: fewer requests at a time, a"
-            " shorter context, more for the pools (gpu.memory, gpu.fraction), or keys and values"
-            " in fp8 (gpu.dtype); see docs/how-to/out-of-memory.md",
+            f"{SUSTAINED} requests gave up their device memory within {last_s - first_s:.0f} s;"
+            f" {again} of them must be computed again. Run fewer requests at a time, shorten their"
+            " context, give the pools more memory (gpu.memory, gpu.fraction), or keep keys and"
+            " values in fp8 (gpu.dtype); see docs/how-to/out-of-memory.md",
         )
 
     def _suspend(self, request: Request, way: How) -> Suspended:
@@ -191,7 +191,9 @@ class Preemption:
             There is no room, or not yet; nothing is held, and the call may be repeated.
         """
         if suspended.copies_left or suspended.over:
-            raise NotReady("still being suspended" if suspended.copies_left else "resumed before")
+            is_left = bool(suspended.copies_left)
+            state = "still being suspended" if is_left else "already resumed or discarded"
+            raise NotReady(f"the request is {state}")
         if any(part.renamed for part in suspended.parts):  # the copies are useless
             suspended.how = "recompute"
             self._free(suspended)
@@ -248,7 +250,7 @@ class Preemption:
     def discard(self, suspended: Suspended) -> None:
         """Drop a suspended request for good. Raises NotReady until its copies have ended."""
         if suspended.copies_left:
-            raise NotReady("still being suspended")
+            raise NotReady("the request is still being suspended")
         self._over += not suspended.over
         suspended.over = True
         self._free(suspended)

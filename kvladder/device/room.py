@@ -98,8 +98,8 @@ class Room:
                 storage, size = tensor.untyped_storage(), tensor.stride(0) * tensor.element_size()
                 where, whole = storage.data_ptr(), size * pool.settings.blocks
                 if where in seen or whole != storage.nbytes() or not storage.resizable():
-                    hint = "expected memory of its own, in which block after block lies"
-                    raise LayoutError(f"{name}: cannot be given back", hint=hint)
+                    hint = "expected a tensor that owns its memory, with contiguous blocks"
+                    raise LayoutError(f"{name}: its memory cannot be given back", hint=hint)
                 own[where] = storage, size
             seen.update(own)
             found.append(list(own.values()))

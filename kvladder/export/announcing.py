@@ -43,13 +43,13 @@ class RosterAnnouncer:
         try:
             is_there = await self._roster.announce(self._name, self._entry, first=self._is_new)
             self._is_new = False
-            self._failed("" if is_there else f"another one has its name, {self._name}, now")
+            self._failed("" if is_there else f"another cache has taken its name, {self._name}")
         except TierError as error:
             self._failed(str(error))
 
     def _failed(self, why: str) -> None:
         if why and not self._why:
-            self._say(f"new clients do not find this end: {why}: it goes on trying")
+            self._say(f"new clients cannot find this cache: {why}: it will retry")
         self._why = why
 
     async def run(self) -> None:

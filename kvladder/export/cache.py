@@ -239,9 +239,10 @@ class EngineOffers(CacheOffers):
     def _refusal(self, namespace: bytes, block_bytes: int) -> str:
         if namespace != self._manager.namespace:
             own = self._manager.namespace.hex()[:16]
-            return f"another model or layout: namespace {namespace.hex()[:16]}, here it is {own}"
+            found = namespace.hex()[:16]
+            return f"another model or layout: namespace {found}, expected {own}"
         if block_bytes != self.block_bytes_max:
-            return f"blocks of {block_bytes} bytes, here they have {self.block_bytes_max}"
+            return f"blocks of {block_bytes} bytes: expected {self.block_bytes_max}"
         return ""
 
     def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:
@@ -291,7 +292,7 @@ class ServerOffers(CacheOffers):
 
     def _refusal(self, namespace: bytes, block_bytes: int) -> str:
         if block_bytes > self.block_bytes_max:
-            return f"blocks of {block_bytes} bytes, this server takes up to {self.block_bytes_max}"
+            return f"blocks of {block_bytes} bytes: the server takes {self.block_bytes_max} at most"
         return ""
 
     def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:

@@ -145,13 +145,13 @@ class Exporter:
         far = area_in(hello.area, size)
         if size > offers.block_bytes_max:
             most = offers.block_bytes_max
-            raise WireError(f"blocks of {size} bytes: at most {most} fit into a slot there")
+            raise WireError(f"blocks of {size} bytes: a slot of the cache holds at most {most}")
         if not rights.may_read(hello.namespace):
             space = hello.namespace.hex()
-            raise WireError(f"namespace {space} is not among those of this client's keys")
+            raise WireError(f"this client's keys do not allow namespace {space}")
         writable = offers.writable and rights.may_write(hello.namespace)
         if len(self._sessions) + len(self._joining) > SESSIONS_MAX:
-            raise TierError(f"it has {SESSIONS_MAX} clients already")
+            raise TierError(f"the cache already has {SESSIONS_MAX} clients")
         if why := await offers.hello(number, hello.namespace, size):
             raise WireError(why)
         plane: Plane | None = None
@@ -210,7 +210,7 @@ class Exporter:
         self._closing = True
         joining = [*self._joining.values()]
         for client in (*self._sessions, *self._joining):
-            self._drop(client, "it is closed")
+            self._drop(client, "the cache is closed")
         if ending := [*joining, *self._leaving]:
             await asyncio.wait(ending)
 
@@ -243,7 +243,7 @@ class Listener:
             socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             self.close()
-            hint = "expected host:port of this machine, which nobody uses"
+            hint = "expected an unused host:port of this machine"
             raise ConfigError(f"{address}: {error}", path="listen", hint=hint) from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 

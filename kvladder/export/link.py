@@ -113,7 +113,7 @@ class FarOffers:
         try:
             self.arena.allow_writes(granted)
         except OSError as error:
-            raise TierError(f"slots cannot be written to: {error.strerror}") from error
+            raise TierError(f"cannot make slots writable: {error.strerror}") from error
         return slots
 
     def _shut(self, session: int, op: int) -> None:
@@ -121,7 +121,7 @@ class FarOffers:
         try:
             self.arena.forbid_writes(self._open.pop((session, op), ()))
         except OSError as error:  # the exit unmaps all slots
-            raise SystemExit(f"slots stay open to a client: {error}") from error
+            raise SystemExit(f"cannot make slots read-only again: {error}") from error
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
         """See ``Offers``."""

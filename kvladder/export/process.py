@@ -69,7 +69,8 @@ class Export:
         self.address = config.listen or ""
         """Host and port at which clients are served."""
         if not self._guarded:
-            say("export", "clients can write to all slots: export.transports, or huge pages")
+            why = "because of export.transports or of huge pages"
+            say("export", f"clients can write to all slots, {why}")
         try:
             portal.call(self._start())
         except TierError as error:
@@ -112,7 +113,7 @@ class Export:
             with self._descriptor() as fd:
                 spawned = await Spawned.start(self._module, [fd])
         except OSError as error:
-            raise TierError(f"a process for clients cannot be started: {error}") from error
+            raise TierError(f"cannot start the process for clients: {error}") from error
         pipe = Pipe(
             spawned.reader,
             spawned.writer,
@@ -144,7 +145,7 @@ class Export:
             spawned.kill()
             await pipe.join()
             if isinstance(error, TimeoutError):
-                raise TierError(f"the process for clients needs more than {START_S} s") from error
+                raise TierError(f"the process for clients did not start in {START_S} s") from error
             if isinstance(error, ConfigError):
                 raise within("export", error) from error
             raise
@@ -172,12 +173,12 @@ class Export:
         if self._process == spawned.pid and not self._closed:
             self._process = 0
             self._ends += 1
-            self._say("export", f"the process for clients has ended: {spawned.how}: again")
+            self._say("export", f"the process for clients has ended: {spawned.how}: restarting")
             again = start_again(self._start, self._not_started)
             self._starting = asyncio.create_task(again, name="kvladder-export-start")
 
     def _not_started(self, error: Exception) -> None:
-        self._say("export", f"clients cannot be served again: {error}")
+        self._say("export", f"cannot restart the process for clients: {error}")
 
     # ---- the end
 

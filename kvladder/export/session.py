@@ -115,9 +115,9 @@ class Session:
         for op in self._held:
             self._held[op] += 1
         if self._silent > silent_max:
-            self._broke(TierError("the client is silent"))
+            self._broke(TierError("the client was silent for too long"))
         elif max(self._held.values(), default=0) > held_max:
-            self._broke(TierError("the client holds slots for too long"))
+            self._broke(TierError("the client held slots for too long"))
         else:
             self._pump.touch()
 
@@ -154,16 +154,16 @@ class Session:
             case Commit():
                 # A commit may come before the task of its offer is seen to have ended.
                 if (count := self._granted.pop(message.op, None)) is None:
-                    raise WireError("what is committed was not granted")
+                    raise WireError("a commit of slots that were not granted")
                 self._held.pop(message.op, None)
                 self._pump.end()
                 self._firm.add(message.op)
                 self._begin(message.op, self._commit(message, count))
             case _ if message.op <= self._last:
-                raise WireError("a number that was used already")
+                raise WireError("an operation number that was already used")
             case Abort():
                 if message.of >= message.op:
-                    raise WireError("what is given up has not begun")
+                    raise WireError("an abort of an operation that has not begun")
                 self._begin(message.op, self._abort(message))
             case _ if len(self._tasks) + len(self._granted) >= OPERATIONS_MAX:
                 self._send(Failed(message.op, "too many operations at once"))
@@ -180,7 +180,7 @@ class Session:
             case Purge():
                 self._begin(message.op, self._purge(message))
             case _:
-                raise WireError(f"there is a session: {type(message).__name__}")
+                raise WireError(f"unexpected in a session: {type(message).__name__}")
 
     def _begin(self, op: int, work: Coroutine[Any, Any, Reply]) -> None:
         self._last = max(self._last, op)
@@ -204,7 +204,7 @@ class Session:
         except TierError as error:
             answer = Failed(op, str(error)[:WHY_MAX])
         except asyncio.CancelledError:
-            answer = Failed(op, "given up")
+            answer = Failed(op, "the operation was cancelled")
         if not self._over:
             self._send(answer)
 
@@ -219,7 +219,7 @@ class Session:
         op, slots = message.op, message.slots
         keys = keys_in(message.keys, len(slots))
         if any(not 0 <= slot < self._far.slots for slot in slots) or len({*slots}) < len(slots):
-            raise WireError("slots that the client does not have")
+            raise WireError("slots that the client does not have, or has named twice")
         found: list[Pinned | None] = []
         while len(found) < len(keys) and op not in self._unwanted:
             piece = await self._sent(op, keys[len(found) :], slots[len(found) :])
@@ -267,7 +267,7 @@ class Session:
         op, count = message.op, len(message.lengths)
         keys, facts = keys_in(message.keys, count), facts_in(message.facts)
         if len(facts) != count or not all(map(self._fits, message.lengths)):
-            raise WireError("blocks that are too long, or of which too little is said")
+            raise WireError("blocks of a wrong length, or without facts for each")
         try:
             slots = await self._offers.grant(self.number, op, keys, message.lengths, facts)
         except BaseException:

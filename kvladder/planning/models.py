@@ -15,7 +15,7 @@ from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.planning import rules
 from kvladder.planning.reading import ModelFile
 
-_HINT: Final = "leave --model out; the engine names its layout when it starts"
+_HINT: Final = "leave out --model; the engine reports its layout when it starts"
 SAID_MAX: Final = 200
 """Highest number of characters quoted from an error."""
 
@@ -64,7 +64,7 @@ def kept_by(
         what = f"no {error.name}: install kvladder[transformers] for exact sizes"
     except Exception as error:  # noqa: BLE001 - whatever a model's class raises
         what = " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
-    model.hint = f"no token was run, {what}; {hint}"
+    model.hint = f"the model could not be run: {what}; {hint}"
     layers = rules.layers(model)
     return ModelResources(model, len(layers), [*layers], f"estimated from config.json ({what})")
 
@@ -82,5 +82,5 @@ def bytes_per_token(path: Path, *, dtype: str | None = None) -> int:
     found = kept_by(path, dtype=dtype)
     layers = [one for one in found.resources if isinstance(one, Layer)]
     if len(layers) < len(found.resources):
-        raise found.model.wrong("not all layers keep KV: some keep a state")
+        raise found.model.wrong("some layers cache something other than keys and values")
     return sum(layer.token_bytes for layer in layers)

@@ -34,16 +34,16 @@ class ModelFile:
         own: Any = self.get(*said) or next(filter(None, map(self.whole.get, said)), None)
         name = dtype or own
         if name not in ITEM_BYTES:
-            hint = f"--dtype with one of: {', '.join(ITEM_BYTES)}"
-            raise self.wrong(f"dtype {name!r}", hint=hint)
+            hint = f"set --dtype to one of: {', '.join(ITEM_BYTES)}"
+            raise self.wrong(f"unsupported dtype {name!r}", hint=hint)
         self.dtype: str = name
         """Data type of the KV cache."""
         self.conv_dtype: str = own if own in ITEM_BYTES else "float32"
         """Data type of the inputs that convolutions keep: the model's own."""
         state: Any = state_dtype or self.get("mamba_ssm_dtype")
         if state_dtype not in {None, *ITEM_BYTES}:
-            hint = f"--state-dtype with one of: {', '.join(ITEM_BYTES)}"
-            raise self.wrong(f"state dtype {state_dtype!r}", hint=hint)
+            hint = f"set --state-dtype to one of: {', '.join(ITEM_BYTES)}"
+            raise self.wrong(f"unsupported state dtype {state_dtype!r}", hint=hint)
         self.state_dtype: str = state if state in ITEM_BYTES else self.conv_dtype
 
     def wrong(self, what: str, *, hint: str | None = None) -> LayoutError:
@@ -77,5 +77,6 @@ def _read(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}", path=str(file)) from error
     if not is_mapping(found):
-        raise ConfigError("not a JSON object", path=str(file), hint="a model's config.json")
+        hint = "expected a model's config.json"
+        raise ConfigError("not a JSON object", path=str(file), hint=hint)
     return found

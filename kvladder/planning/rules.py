@@ -74,13 +74,14 @@ def layers(model: ModelFile) -> list[Layer]:
     """Return the layers that keep KV; raise LayoutError if the file is not plain about them."""
     for key in REFUSED_KEYS:
         if model.get(key):
-            raise model.wrong(f"{key}: what layers keep of it is not known")
+            raise model.wrong(f"{key}: kvladder does not know what layers with this key cache")
     types = {model.whole.get("model_type"), model.get("model_type")}
     for name in types.intersection(REFUSED_TYPES):
-        raise model.wrong(f"model_type: what layers of {name} keep is not known")
+        raise model.wrong(f"model_type: kvladder does not know what layers of {name} cache")
     for key, of in STATED.items():
         if key not in model.values and types.intersection(of.split()):
-            raise model.wrong(f"{key}: missing, and only its class knows it", hint=_HINT)
+            what = f"{key}: missing, and only the model's class has the default"
+            raise model.wrong(what, hint=_HINT)
     windows = _windows(model)
     if model.get("kv_lora_rank") is not None:
         size = model.number("kv_lora_rank") + model.number("qk_rope_head_dim")
@@ -107,7 +108,7 @@ def _head_dim(model: ModelFile) -> int:
     else:
         size = model.number(*_HIDDEN) // model.number(*_HEADS)
     if model.get("v_head_dim") not in (None, size):
-        raise model.wrong(f"v_head_dim: {model.get('v_head_dim')!r}, keys have {size}")
+        raise model.wrong(f"v_head_dim: {model.get('v_head_dim')!r}, expected {size}, as keys have")
     return size
 
 
@@ -119,8 +120,9 @@ def _windows(model: ModelFile) -> list[int | None]:
         named = [_kind(model)] * count
     unknown = {str(kind) for kind in named} - _KINDS.keys()
     if unknown or len(named) != count:
-        what = ", ".join(sorted(unknown)) or f"{len(named)} kinds for {count} layers"
-        raise model.wrong(f"not all layers keep KV: {what}")
+        kinds = ", ".join(sorted(unknown))
+        what = f"unknown kinds {kinds}" if unknown else f"{len(named)} kinds for {count} layers"
+        raise model.wrong(f"layer_types: {what}")
     keys = [_KINDS[str(kind)] for kind in named]
     return [None if names is None else model.number(*names) for names in keys]
 
@@ -128,10 +130,10 @@ def _windows(model: ModelFile) -> list[int | None]:
 def _kind(model: ModelFile) -> str:
     """Return the kind of all layers, for a file that does not name each layer's."""
     if model.get("attention_chunk_size") is not None or model.get("use_sliding_window") is True:
-        raise model.wrong("layer_types: missing, and not all layers have a window")
+        raise model.wrong("layer_types: missing, so it is unknown which layers have a window")
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):
         if model.get(name) is not None:
-            raise model.wrong(f"{name}: not all layers have a window")
+            raise model.wrong(f"{name}: kvladder does not know which layers have a window")
     if model.get(*_WINDOW) is None or model.get("use_sliding_window") is False:
         return "full_attention"
     return "sliding_attention"

@@ -68,13 +68,13 @@ def run(model: ModelFile) -> tuple[int, list[ResourceHandler], str]:
             and all(type(one).__module__ in _OURS for one in kept)
         ]
     for kind in unknown:
-        hint = f"a handler for it (docs/how-to/write-a-handler.md); {model.hint}"
-        raise model.wrong(f"{name} keeps a cache of its own, {kind.__name__}", hint=hint)
+        hint = f"write a handler for it (docs/how-to/write-a-handler.md); {model.hint}"
+        raise model.wrong(f"{name} uses a cache class of its own, {kind.__name__}", hint=hint)
     found = [_typed(one, model) for kept in by_layer for one in kept]
     if not found:
         raise LookupError(f"{name} caches nothing")
     apart = ", without its encoder" if model.get("is_encoder_decoder") else ""
-    return len(cache.layers), found, f"by one token through {name}{apart}"
+    return len(cache.layers), found, f"measured by running one token through {name}{apart}"
 
 
 def _after_one_token(model: ModelFile) -> tuple[str, Any]:

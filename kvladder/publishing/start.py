@@ -32,7 +32,7 @@ def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> No
             cold = cold or "changed" in told
             parts.append(f"{level.name}: {_found(level, told, block_bytes)}")
         elif level.tier.shared:
-            parts.append(f"{level.name}: shared, asked as requests come")
+            parts.append(f"{level.name}: shared, asked for each request")
     say = logger.warning if cold else logger.info
     say("%s", "; ".join([f"namespace {space.hex()[:SHOWN_DIGITS]}", *parts]))
 
@@ -48,5 +48,5 @@ def _found(level: Level, told: dict[str, str], block_bytes: int) -> str:
     if not count and "changed" in told:
         text += f"; cold: {told['changed']}"
     elif not count and "differs" in told:
-        text += f"; the nearest differs: {told['differs']}"
+        text += f"; the most similar namespace differs: {told['differs']}"
     return text

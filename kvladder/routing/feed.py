@@ -288,7 +288,7 @@ class Feed:
         elif event.type == "BlockStored":
             if event.kv_cache_spec_kind not in WHOLE_PREFIX:
                 if len(self._skipped) == GROUPS_MAX:
-                    raise ValueError(f"there are {GROUPS_MAX} groups of windows, expected no more")
+                    raise ValueError(f"expected at most {GROUPS_MAX} groups with windows")
                 self._skipped.add(event.group_idx)
             if event.group_idx in self._skipped:
                 return
@@ -306,4 +306,4 @@ class Feed:
             if event.group_idx not in self._skipped:
                 self._index.removed(self.engine, event.level, event.block_hashes)
         else:
-            raise ValueError(f"{event.type}: expected an event of vLLM's")
+            raise ValueError(f"{event.type}: expected one of vLLM's events")

@@ -153,10 +153,10 @@ class Engine:
     def require(self, level: str, block_size: int | None) -> None:
         """Raise ValueError if the level, or the block size if given, exceeds an engine's limit."""
         if level not in self.levels and len(self.levels) == LEVELS_MAX:
-            raise ValueError(f"{level}: {self.name} has {LEVELS_MAX} levels, expected no more")
+            raise ValueError(f"{level}: {self.name} already has {LEVELS_MAX} levels, the maximum")
         if block_size not in {None, *self.sizes} and len(self.sizes) == SIZES_MAX:
-            what = f"{self.name} has blocks of {SIZES_MAX} sizes"
-            raise ValueError(f"block_size {block_size}: {what}, expected no more")
+            what = f"{self.name} already has blocks of {SIZES_MAX} sizes"
+            raise ValueError(f"block_size {block_size}: {what}, the maximum")
 
     def bit(self, level: str) -> int:
         """Return the bit of a level; add the level if it is new."""
@@ -368,7 +368,7 @@ class Index:
         one = self._engines.get(name)
         if one is None:
             if len(self._engines) == ENGINES_MAX:
-                raise ValueError(f"{name}: there are {ENGINES_MAX} engines, expected no more")
+                raise ValueError(f"{name}: there are already {ENGINES_MAX} engines, the maximum")
             number = next(number for number in count() if number not in self._by_number)
             one = self._engines[name] = Engine(name, number, self._known)
             self._by_number[number] = one
@@ -392,7 +392,7 @@ class Index:
     def _require_room(self, engine: Engine, words: Sequence[int]) -> None:
         new = sum(self._row(word) < 0 for word in set(words))
         if engine.blocks + new > self._blocks_max:
-            what = f"{engine.name} holds {engine.blocks} blocks, and {new} more are told"
+            what = f"{engine.name} holds {engine.blocks} blocks, and it reports {new} more"
             raise ValueError(f"{what}: expected {self._blocks_max} at most (blocks_max)")
 
     def _add(self, name: int, word: int, engine: Engine) -> int:

@@ -52,7 +52,7 @@ async def cancel_at(work: Coroutine[Any, Any, Any], suspension: int, *, late: bo
 
     Use it in a loop: ``for n in count(1): if not await cancel_at(call(), n): break``.
     """
-    assert 1 <= suspension <= SUSPENSIONS_MAX, "it is suspended again and again: does it poll?"
+    assert 1 <= suspension <= SUSPENSIONS_MAX, "too many suspensions: the work may poll"
     counted = _Counted(work, suspension, late=late)
 
     async def awaiting() -> None:

@@ -82,14 +82,15 @@ class CodecTests:
         data, beyond = bytearray(block), 64
         target = memoryview(bytearray(b"\xa5") * (len(block) + beyond))
         done = codec.encode(memoryview(data), target[: len(block)], SUBJECT)
-        assert data == block, "it wrote into the block"
-        assert target[len(block) :] == b"\xa5" * beyond, "it wrote beyond the target"
+        assert data == block, "the codec wrote into the block"
+        assert target[len(block) :] == b"\xa5" * beyond, "the codec wrote beyond the target"
         if done is None:
             return None
         view, params = done
         assert len(params) <= PARAMS_BYTES
         assert len(view) <= len(block)
-        assert view == data or view == target[: len(view)], "neither the data nor the target"
+        is_known = view == data or view == target[: len(view)]
+        assert is_known, "the codec returned neither the data nor the target"
         return EncodedBlock(bytes(view), params)
 
     def decode(self, codec: Codec, stored: EncodedBlock, size: int) -> bytes | None:
@@ -97,8 +98,8 @@ class CodecTests:
         data, beyond = bytearray(stored.data), 64
         target = memoryview(bytearray(b"\xa5") * (size + beyond))
         found = codec.decode(memoryview(data), stored.params, target[:size], SUBJECT)
-        assert data == stored.data, "it wrote into what is stored"
-        assert target[size:] == b"\xa5" * beyond, "it wrote beyond the target"
+        assert data == stored.data, "the codec wrote into the stored data"
+        assert target[size:] == b"\xa5" * beyond, "the codec wrote beyond the target"
         return None if found is None else bytes(found)
 
     def chain(self, codecs: list[Codec], layout: Layout) -> Chain:
@@ -115,7 +116,8 @@ class CodecTests:
         assert codec.name
         assert 0 < codec.id < 1 << 16
         assert codec.stage in Stage
-        assert codec.Options is None or codec.Options() is not None, "defaults for readers"
+        has_defaults = codec.Options is None or codec.Options() is not None
+        assert has_defaults, "expected a default for each option: readers use them"
 
     def test_keeps_or_tells_the_layout(self, make: MakeCodec, layout: Layout) -> None:
         after = make().open(layout, layout.namespace())

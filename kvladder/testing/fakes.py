@@ -365,7 +365,7 @@ class FakeTier(Tier):
         now, (failures, seconds) = self.context.clock.now, self._patience
         soon = now() - self._failed_at_s.get(kind, 0.0) < seconds - 1e-6
         left_out = self._failed[kind] >= failures
-        self._require(not (soon and left_out), f"a {operation} that was to be left out")
+        self._require(not (soon and left_out), f"a {operation} while the breaker is open")
         try:
             yield
         except (TierFull, CancelledError) as error:
@@ -402,7 +402,7 @@ class FakeTier(Tier):
         if operation == "put":
             meets.extend(("get", place) for place in places)
         for meet in meets:
-            self._require(not self._uses[meet], f"a {operation} meets {meet}")
+            self._require(not self._uses[meet], f"a {operation} overlaps with {meet}")
         uses: list[_Use] = []
         uses.extend((operation, key) for key in keys)
         uses.extend((operation, place) for place in places)

@@ -197,7 +197,7 @@ class SampleBlocks:
     def _said(self, block: SampleBlock, read: WatchedRead, said: bool | None) -> bool | None:
         """Return what a level concludes from one answer."""
         what = f"the block of place {block.place}"
-        assert read.has_come or not said, f"it says that {what} is there, and nothing came"
+        assert read.has_come or not said, f"the tier reports {what} and delivered nothing"
         before, _ = read.verdict
         if said or before is not None:
             is_good = read.check()
@@ -206,7 +206,7 @@ class SampleBlocks:
             if not is_good:
                 self.refused[outcome] += 1
                 return False
-            assert coding == (block.coding or self.labels.whole), f"another label of {what}"
+            assert coding == (block.coding or self.labels.whole), f"wrong label for {what}"
             assert not said or self.right(block), f"wrong bytes for {what}"
         return said
 
@@ -277,18 +277,18 @@ class TierFixtures:
 
     async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
         """Read a block's bytes without the tier; override it to have ``put`` checked."""
-        pytest.skip("there is no raw_get")
+        pytest.skip("raw_get is not overridden")
 
     async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
         """Store this label and data for a block without the tier, valid or not.
 
         Override it to have ``get`` checked.
         """
-        pytest.skip("there is no raw_put")
+        pytest.skip("raw_put is not overridden")
 
     async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
         """Damage a stored block on its medium; override it to have damage detection checked."""
-        pytest.skip("there is no raw_corrupt")
+        pytest.skip("raw_corrupt is not overridden")
 
     # ---- fixtures
 
@@ -324,7 +324,7 @@ class TierFixtures:
         yield arena
         free = arena.free
         arena.close()
-        assert free == arena.slots, "somebody still claims a slot"
+        assert free == arena.slots, "a slot is still claimed"
 
     @pytest_asyncio.fixture
     async def context(
@@ -368,7 +368,7 @@ class TierFixtures:
         """Skip the rest of a test unless ``survives``; check that other tiers recover nothing."""
         if not self.survives:
             assert opened.recovered == []
-            pytest.skip("it does not survive")
+            pytest.skip("the tier does not survive")
 
 
 def coded(block: SampleBlock, length: int, steps: int = 1) -> SampleBlock:
@@ -454,7 +454,7 @@ class LabelTests(TierFixtures):
         self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not self.ends:
-            pytest.skip("nobody can tell where a block on its medium ends")
+            pytest.skip("the medium does not know where a block ends")
         own = blocks.labels
         blocks.labels = Labels(own.namespace, own.block_bytes, verify=False)
         (item,) = blocks.some(1)

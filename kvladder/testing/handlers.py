@@ -116,7 +116,7 @@ class HandlerTests:
     def test_another_of_its_name_is_refused(
         self, make: MakeHandler, beside: Sequence[ResourceHandler]
     ) -> None:
-        with pytest.raises(PlanError, match="'one' twice"):
+        with pytest.raises(PlanError, match="two resources are named 'one'"):
             self.plan(*beside, make("one"), make("one")).check()
 
     def test_its_memory_is_its_own(
@@ -128,7 +128,7 @@ class HandlerTests:
         for number, view in enumerate(views.values(), 1):
             view.view(torch.uint8).fill_(number)
         for number, (name, view) in enumerate(views.items(), 1):
-            assert bool((view.view(torch.uint8) == number).all()), f"{name} was written over"
+            assert bool((view.view(torch.uint8) == number).all()), f"{name} was overwritten"
         memory.move("cpu")
         for number, view in enumerate(views_of(memory).values(), 1):
             assert bool((view.view(torch.uint8) == number).all())

@@ -28,7 +28,7 @@ _FAILED = pytest.StashKey[bool]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--sim-seed``, which repeats a failing interleaving or explores others."""
     group = parser.getgroup("kvladder")
-    group.addoption("--sim-seed", type=int, default=0, help="seed of simulated event loops")
+    group.addoption("--sim-seed", type=int, default=0, help="set the seed of simulated event loops")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -243,7 +243,7 @@ class PolicyTests:
     def only_prioritized_lru(self) -> None:
         """Skip the rest of a test unless ``prioritized_lru``."""
         if not self.prioritized_lru:
-            pytest.skip("it has an order of its own")
+            pytest.skip("the policy has its own order")
 
     def test_is_empty_at_first(self, level: PolicyCaller) -> None:
         assert len(level) == 0
@@ -366,7 +366,7 @@ class PolicyTests:
             order = list(policy)
             assert sorted(order) == sorted(held)
             assert order == held or not self.prioritized_lru
-            assert list(policy) == order, "a walk changes nothing"
+            assert list(policy) == order, "iterating changed the order"
             assert len(policy) == len(held)
             assert [one for one in model.priority if one in policy] == [
                 one for one in model.priority if one not in model.pinned

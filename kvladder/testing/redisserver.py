@@ -71,7 +71,9 @@ def free_ports(count: int) -> list[int]:
                 _given.add(port)
                 ports.append(port)
     if len(ports) < count:
-        raise RuntimeError(f"no {count} ports are free from {_RANGE.start} to {_RANGE.stop - 1}")
+        raise RuntimeError(
+            f"fewer than {count} free ports from {_RANGE.start} to {_RANGE.stop - 1}"
+        )
     return ports
 
 
@@ -130,7 +132,7 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):  # returns early only if the process ended
                 self._process.wait(1 / _TRIES_PER_S)
                 raise AssertionError(self._log.read_text())
-        raise AssertionError(f"not within {timeout_s:g} s: {condition}")
+        raise AssertionError(f"not true within {timeout_s:g} s: {condition}")
 
     def pause(self) -> None:
         """Suspend the process (SIGSTOP): its sockets stay open, but nothing answers."""

@@ -49,7 +49,7 @@ class SharedFakeTier(FakeTier):
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
         wanted = [key for key, _ in blocks if not (self.was_full or self.removable(key))]
-        self._require(not wanted, "a block is removed that others may use")
+        self._require(not wanted, "a remove of a block that others may use")
         await super().remove(blocks)
         self.others_remove([key for key, _ in blocks])  # also expired ones, which at() hides
 

@@ -104,7 +104,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         ``timeout`` is 0 if a callback is ready, and None if none ever will be.
         """
         if timeout is None:
-            tasks = sorted(map(where, asyncio.all_tasks(self))) or ["no task at all"]
+            tasks = sorted(map(where, asyncio.all_tasks(self))) or ["no tasks"]
             raise Deadlock(f"nothing will ever happen again at {self._now:g} s:\n" + _lines(tasks))
         self._turns_total += 1
         if timeout > 0 and self._turns_total <= TURNS_TOTAL_MAX:

@@ -59,7 +59,7 @@ class LoopPortal:
         """Raise AssertionError: await ``SimCache.aclose`` instead of closing its manager."""
         del timeout_s
         work.close()
-        raise AssertionError("on a loop, await aclose")
+        raise AssertionError("expected await aclose() on a simulated loop")
 
     @property
     def faults(self) -> int:

@@ -205,7 +205,7 @@ class TierTests(LabelTests):
         items = await blocks.put(tier, 0, 1, 2)
         await self.raw_corrupt(tier, items[1].ref)
         assert await blocks.get(tier, items) == [True, False, True]
-        assert blocks.refused == {Outcome.CORRUPT: 1}, "nobody counts it"
+        assert blocks.refused == {Outcome.CORRUPT: 1}, "the damage is not counted"
 
     async def test_a_damaged_block_can_be_put_again(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0)
@@ -218,7 +218,7 @@ class TierTests(LabelTests):
         self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not tier.shared:
-            pytest.skip("it is not shared")
+            pytest.skip("the tier is not shared")
         kept, damaged = await blocks.put(tier, 0, 1)
         await self.raw_corrupt(tier, damaged.ref)
         assert await blocks.get(tier, [kept, damaged]) == [True, False]
@@ -231,7 +231,7 @@ class TierTests(LabelTests):
     ) -> None:
         """Allow both answers: the server expired the block, or ``Read.check`` refused it."""
         if not tier.shared:
-            pytest.skip("its level knows when its blocks expire")
+            pytest.skip("the tier is not shared: its level expires blocks")
         wall, own = context.clock.wall, blocks.labels
         blocks.labels = Labels(own.namespace, own.block_bytes, verify=True, wall=wall)
         over, lasting = blocks.some(0, 1)
@@ -239,13 +239,13 @@ class TierTests(LabelTests):
         blocks.fill(items)
         assert list(await tier.put(blocks.writes(items)))[1] is True
         assert await blocks.get(tier, items) == [False, True]
-        assert +blocks.refused in ({}, {Outcome.EXPIRED: 1}), "it is counted as damage"
+        assert +blocks.refused in ({}, {Outcome.EXPIRED: 1}), "an expired block counts as damage"
 
     async def test_a_shared_tier_is_purged_of_one_salt_or_of_all(
         self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not tier.shared:
-            pytest.skip("it is not shared")
+            pytest.skip("the tier is not shared")
         salted = [block.of(salt=b"8 bytes!") for block in blocks.some(0, 1)]
         await blocks.store(tier, salted)
         others = await blocks.put(tier, 2)

@@ -249,7 +249,7 @@ def test_drafts_for_states_and_other_unsupported_drafts_are_refused():
         for options, says in (
             ({"beams": 4}, "4 beams: expected 1 .. 3"),
             ({"beams": 0}, "0 beams"),
-            ({"beams": 2, "drafts_max": 1}, "one or the other"),
+            ({"beams": 2, "drafts_max": 1}, "expected either drafts or beams"),
         ):
             with pytest.raises(ValueError, match=says):
                 engine.submit([1, 2, 3], NEW, **options)

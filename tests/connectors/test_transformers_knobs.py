@@ -154,7 +154,7 @@ def test_layers_that_read_keys_of_no_layer_can_have_no_windows(monkeypatch: Any)
 def test_windows_are_counted_by_layers_that_keep_keys() -> None:
     """Layers with states, and layers that read the keys of others, are not counted."""
     model = sharer("gemma4", WINDOW)
-    what = "7 windows .*6 at most, one for each layer that keeps keys and values"
+    what = "7 windows .*at most 6, one for each layer that keeps keys and values"
     with pytest.raises(ConfigError, match=what):
         opened(model, source(memory="1 MiB", windows=[0] * 7))
 
@@ -189,7 +189,7 @@ def test_other_windows_share_nothing(tmp_path: Any) -> None:
         (
             {"windows": [1, 2, 3, 4]},
             "gpu.windows",
-            "4 windows .*3 at most, one for each layer that keeps",
+            "4 windows .*at most 3, one for each layer that keeps",
         ),
         ({"windows": [-1]}, "gpu.windows", "a whole number, 0 or more"),
         ({"windows": 5}, "gpu.windows", "a list"),

@@ -114,7 +114,7 @@ def test_the_start_takes_ten_lines_and_debug_has_every_setting(
         if levels == 2:
             assert lines[2] == "m0: memory, 1 MiB, 256 blocks, when: evict"
         if levels == 30:
-            assert lines[-1] == "and 23 levels more"
+            assert lines[-1] == "and 23 more levels"
         logging.getLogger("vllm").setLevel(logging.DEBUG)
         vllm_log.say_ready(manager, config)
         assert manager.describe() in vllm_prints.texts[2]

@@ -166,7 +166,7 @@ def test_a_session_that_ended_is_named_once_and_its_request_served(
     turn(engine, range(32), session="a")
     turn(engine, range(32), session="a", end_session=True)
     turn(engine, range(200, 232), session="a", priority=90)
-    assert "session 'a' has ended: expected the name of another one" in caplog.text
+    assert "session 'a' has ended: expected a new name" in caplog.text
     assert "its kvladder parameters are ignored" in caplog.text
     index = engine.half.connector.manager._stack.host.index
     assert 90 not in {index.priority(place) for place in index.victims()}

@@ -193,13 +193,13 @@ async def test_failing_to_open_a_grant_fails_the_call_and_to_close_it_ends_the_l
     async with linked(near) as (far, _, _):
         with monkeypatch.context() as patch:
             patch.setattr(near.mapped, "allow_writes", refuses)
-            with pytest.raises(TierError, match="cannot be written to: Cannot allocate"):
+            with pytest.raises(TierError, match="cannot make slots writable: Cannot allocate"):
                 await far.grant(1, 2, keys_of(1), [1], [FACTS])
         await far.abort(1, 2)
         await far.grant(1, 3, keys_of(1), [1], [FACTS])
         with monkeypatch.context() as patch:
             patch.setattr(near.mapped, "forbid_writes", refuses)
-            with pytest.raises(SystemExit, match="stay open to a client"):
+            with pytest.raises(SystemExit, match="cannot make slots read-only again"):
                 await far.commit(1, 3, [])
 
 

@@ -79,7 +79,7 @@ async def test_models_share_a_server_without_seeing_each_others_blocks() -> None
 
 async def test_oversized_blocks_and_clients_without_a_hello_are_refused() -> None:
     async with server() as (_, offers):
-        assert "4001 bytes, this server takes up to 4000" in await Client(offers).hello(SIZE + 1)
+        assert "4001 bytes: the server takes 4000 at most" in await Client(offers).hello(SIZE + 1)
         assert offers.counts()["refused"] == 1
         nobody = Client(offers, 7)
         assert await nobody.has(FOUR) == [False] * 4
@@ -393,7 +393,7 @@ async def test_clients_cannot_write_to_an_engine_or_remove_from_it() -> None:
 async def test_readers_of_another_model_or_block_are_refused() -> None:
     async with engine() as (_, offers):
         assert "another model" in await Client(offers, space=b"x" * 32).hello(64)
-        assert "blocks of 63 bytes, here they have 64" in await Client(offers).hello(63)
+        assert "blocks of 63 bytes: expected 64" in await Client(offers).hello(63)
         assert offers.counts()["refused"] == 2
 
 

@@ -112,7 +112,7 @@ def test_a_dead_export_process_frees_its_slots_and_is_replaced(served: Served) -
     served.kill()
     assert served.free == 3
     assert served.export.counts()["sessions"] == served.export.counts()["granted"] == 0
-    assert "the process for clients has ended: SIGKILL: again" in served.said
+    assert "the process for clients has ended: SIGKILL: restarting" in served.said
     assert served.told("hello") == ""
     assert served.told("has", 1, 2, 3, 5, 6) == [True] * 3 + [False] * 2
     assert served.export.counts()["process_ends"] == 1
@@ -150,7 +150,11 @@ def test_an_export_process_that_cannot_serve_gives_the_reason(tmp_path: Path) ->
 def test_the_export_process_is_restarted_until_it_can_serve(served: Served, tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     os.kill(served.export.counts()["process"], signal.SIGKILL)
-    until(lambda: any("cannot be served again: export.listen" in said for said in served.said))
+    until(
+        lambda: any(
+            "cannot restart the process for clients: export.listen" in said for said in served.said
+        )
+    )
     (tmp_path / "refuse").unlink()
     until(lambda: served.export.counts()["process"] > 0)
     assert served.told("hello") == ""

@@ -177,7 +177,10 @@ def test_a_level_with_wrong_settings_is_refused(given: dict[str, Any], told: str
     [
         ({"listen": "0.0.0.0:1", "roster": "redis://h"}, "host: missing (expected the host"),
         ({"listen": "h:1", "roster": "redis://h", "host": "h:1"}, "host: 'h:1' (expected a host"),
-        ({"listen": "h:1", "name": "a"}, "name: has no effect (it is for a server"),
+        (
+            {"listen": "h:1", "name": "a"},
+            "name: has no effect without export.roster (set export.roster too",
+        ),
         ({"listen": "h:1", "roster": "geheim"}, "roster: not a URL of a Redis"),
         ({"roster": "redis://h"}, "listen: missing"),
     ],

@@ -256,7 +256,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"block": None}, "block: missing (expected the longest block that clients store"),
+        (
+            {"block": None},
+            "block: missing (expected the size of the largest block that clients store",
+        ),
         ({"export": None}, "export.listen: missing (expected host:port"),
         ({"export": {"listen": "7470", "keys": "k"}}, "export.listen: '7470'"),
         ({"export": {"listen": "127.0.0.1:1"}}, "export.keys: missing"),

@@ -338,11 +338,11 @@ def test_a_fence_returns_after_the_last_of_several_jobs_has_ended(ids: Sequence[
 
 def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
     spread = torch.zeros(HEADS, BLOCKS, TOKENS, WIDTH).transpose(0, 1)
-    with pytest.raises(LayoutError, match="one run"):
+    with pytest.raises(LayoutError, match="expected the bytes of a block to be contiguous"):
         BlockPages.of({"x": spread}, blocks=BLOCKS)
     with pytest.raises(LayoutError, match="12 blocks"):
         BlockPages.of({"x": torch.zeros(BLOCKS + 1, 2, 4, 4)}, blocks=BLOCKS)
-    with pytest.raises(LayoutError, match=r"512 bytes.*says 500"):
+    with pytest.raises(LayoutError, match=r"512 bytes.*expected 500"):
         BlockPages.of({"x": torch.zeros(BLOCKS, 2, 4, 16)}, blocks=BLOCKS, page_bytes={"x": 500})
     with pytest.raises(LayoutError, match="do not overlap"):
         BlockPages.of({"x": torch.zeros(1, 4, 4).expand(BLOCKS, 4, 4)}, blocks=BLOCKS)

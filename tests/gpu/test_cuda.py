@@ -157,7 +157,7 @@ def test_a_batch_is_one_call_of_the_driver(
     assert device.batched
     assert told == [(3, order, 0, 1, 77)]
     driver.answer = 2
-    with pytest.raises(RuntimeError, match=r"driver refuses: too much \(2\)"):
+    with pytest.raises(RuntimeError, match=r"driver returned an error: too much \(2\)"):
         device.copy(STREAM, work)
     assert ctypes.sizeof(cuda._Attributes) == 24
 
@@ -197,7 +197,7 @@ def test_without_batched_copies_each_run_is_a_call_and_a_log_line_says_so(
     device.copy(STREAM, work._replace(sizes=work.sizes[:0]))
     assert len(driver.asked) == 3
     driver.answer = 1
-    with pytest.raises(RuntimeError, match="driver refuses"):
+    with pytest.raises(RuntimeError, match="the driver returned an error"):
         device.copy(STREAM, work)
 
 

@@ -306,7 +306,7 @@ def test_without_reuse_nothing_is_served_kept_or_handed_down() -> None:
 def test_pools_stand_alone_without_tiers() -> None:
     with model({"gpu": {}}, blocks=4) as engine:
         text = engine.cache.describe()
-        assert text.startswith("no tiers: what leaves the device is forgotten")
+        assert text.startswith("no tiers: blocks that leave the device are lost")
         assert "arena" not in text
         assert engine.run(range(8)) == 0
         assert engine.run(range(9)) == 8
@@ -358,7 +358,7 @@ def test_block_sizes_that_no_pool_can_use_are_refused(tokens: int) -> None:
 def test_a_memory_size_and_a_fraction_exclude_each_other_from_any_source() -> None:
     source = {**stack(), "gpu": {"memory": "1 MiB", "max_tokens": None}}
     assert load_config(source, env={}).gpu.memory_bytes == 1 << 20
-    says = r"gpu\.fraction: 0\.5 \(gpu\.memory, 1 MiB, .*leave out one.*KVLADDER__GPU__FRACTION"
+    says = r"gpu\.fraction: 0\.5 \(.* leave out gpu\.memory, 1 MiB, .*KVLADDER__GPU__FRACTION"
     with pytest.raises(ConfigError, match=says):
         load_config(source, env={"KVLADDER__GPU__FRACTION": "0.5"})
 
@@ -431,7 +431,7 @@ def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> No
 
 
 def test_two_groups_of_one_name_are_refused() -> None:
-    with pytest.raises(PlanError, match="a name of its own"):
+    with pytest.raises(PlanError, match="give each group its own name"):
         Model(stack(), Group("all", 4), Group("all", 4))
 
 

@@ -153,7 +153,7 @@ def test_handlers_of_other_packages_collect_beside_kvladders_own() -> None:
 def test_a_class_that_is_not_a_handler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     registry.register("handlers", "none", dict)
-    with pytest.raises(ConfigError, match="'none' is no ResourceHandler"):
+    with pytest.raises(ConfigError, match="'none': expected a class derived from ResourceHandler"):
         handlers()
 
 
@@ -184,10 +184,14 @@ def test_views_are_found_by_layer_and_state() -> None:
     assert memory.apart("mask").shape == (3, 3, 5)
     assert memory.apart("scores").shape == (3, 64, 7)
     for wrong, ask, says in (
-        ("kv", memory.buffers, "'kv' is no layer.*did you mean '[01].kv'"),
-        ("0.kv", memory.states, "'0.kv' is no state .expected one of: state"),
+        ("kv", memory.buffers, "'kv' is not a layer.*did you mean '[01].kv'"),
+        ("0.kv", memory.states, "'0.kv' is not a state .expected one of: state"),
         ("2.con", memory.convolutions, "did you mean '2.conv'"),
-        ("x", PlanMemory(planned(kv).check().group().size(1 << 20)).apart, "has no handler"),
+        (
+            "x",
+            PlanMemory(planned(kv).check().group().size(1 << 20)).apart,
+            "has no resource outside pools",
+        ),
     ):
         with pytest.raises(PlanError, match=says):
             ask(wrong)
@@ -240,12 +244,15 @@ def test_a_plan_is_measured_over_one_sequence_and_resized() -> None:
     ("resources", "says"),
     [
         ([], "no resources"),
-        ([Layer("a", 2, 8, "float16"), Side("s", "b", 4)], "s: 'b' is no paged layer.*one of: a"),
-        ([PerSequence("x", (3,), "float32")], "plan: nothing is pooled: x are by themselves"),
+        ([Layer("a", 2, 8, "float16"), Side("s", "b", 4)], "s: 'b' is not a paged layer.*plan: a"),
+        (
+            [PerSequence("x", (3,), "float32")],
+            "plan: nothing can be pooled; allocated separately: x",
+        ),
         ([Layer("a", 2, 1 << 20, "float32")], "do not hold one sequence of 64 tokens"),
         (
             [Layer("a", 2, 8, "float16"), PerSequence("x", (1 << 23,), "float32")],
-            "16777216 bytes, of which 1 sequences take 33554432 apart",
+            "16777216 bytes: 1 sequences take 33554432 outside",
         ),
     ],
 )
@@ -267,5 +274,7 @@ class Pages(ResourceHandler):
 
 
 def test_a_paged_resource_must_be_a_layer() -> None:
-    with pytest.raises(PlanError, match=r"pages: Pages is paged and no Layer \(derive it"):
+    with pytest.raises(
+        PlanError, match=r"pages: Pages is paged, but is not a Layer or Side \(derive it"
+    ):
         planned(Pages()).check()

@@ -212,7 +212,7 @@ def test_a_failed_onboarding_is_a_miss_for_every_waiting_request() -> None:
     engine.host.complete(min(engine.host.flights), ok=False)
     for sequence in waiting:
         assert sequence.lost
-        with pytest.raises(NotReady, match="lost"):
+        with pytest.raises(NotReady, match="a block did not arrive"):
             engine.sequences.commit(sequence, 9)
         engine.release(sequence)
     assert len(engine.pool._ledger.index) == 0

@@ -298,8 +298,11 @@ def test_the_command_sizes_a_device_by_the_settings_of_a_stack(
         ({"--memory": "1 MiB"}, "holds no sequence of 8192 tokens"),
         ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
         ({"--context": "0"}, "--context: 0 (expected 1 token or more)"),
-        ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (a power of two above 1)"),
-        ({"--state-dtype": "fp9"}, "state dtype 'fp9' (--state-dtype with one of: bfloat16,"),
+        ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (expected a power of two above 1)"),
+        (
+            {"--state-dtype": "fp9"},
+            "unsupported state dtype 'fp9' (set --state-dtype to one of: bfloat16,",
+        ),
         ({"--checkpoint-tokens": "8"}, "--checkpoint-tokens: 8 tokens"),
         ({"--model": "/nowhere"}, "No such file"),
     ],

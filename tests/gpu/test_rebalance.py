@@ -130,7 +130,7 @@ def test_pools_of_several_types_do_not_share() -> None:
     two = [*layers(None), Layer("half.kv", 2, 8, "float16", window=32)]
     plan = CachePlan(two, block_tokens=4, max_tokens=256)
     source = {"gpu": {"memory": "256 KiB", "rebalance": True}}
-    with pytest.raises(ConfigError, match="pools hold float16, float32") as got:
+    with pytest.raises(ConfigError, match="pools hold data of types float16, float32") as got:
         open_device(source, plan, fields={"model": "tiny"})
     assert got.value.path == "gpu.rebalance"
 

@@ -199,15 +199,15 @@ def test_one_engine_cannot_exhaust_the_room_of_the_others() -> None:
     index = Index(blocks_max=20)
     for number in range(10):  # in addition to the known levels
         index.stored("a", f"level {number}", [1])
-    with pytest.raises(ValueError, match="one more: a has 16 levels"):
+    with pytest.raises(ValueError, match="one more: a already has 16 levels"):
         index.stored("a", "one more", [1])
     for size in range(1, 9):
         index.stored("b", "GPU", [size], tokens=range(size), block_size=size)
-    with pytest.raises(ValueError, match="block_size 9: b has blocks of 8 sizes"):
+    with pytest.raises(ValueError, match="block_size 9: b already has blocks of 8 sizes"):
         index.stored("b", "GPU", [9], tokens=range(9), block_size=9)
     fill(index, "c", 20)
     fill(index, "c", 20)  # again: these are no more
-    with pytest.raises(ValueError, match="c holds 20 blocks, and 1 more are told: expected 20"):
+    with pytest.raises(ValueError, match="c holds 20 blocks, and it reports 1 more: expected 20"):
         fill(index, "c", 21)
     index.stored("good", "CPU/host", [1], tokens=range(9), block_size=9)
     assert index.match(list(range(9)))[0] == Match("good", 9, {"CPU/host": 1})

@@ -159,7 +159,7 @@ def test_settings_of_shares_are_shown_and_wrong_ones_refused(tmp_path: Path) -> 
     }
     with kvladder.open_cache(source(tmp_path, **told), layout=LAYOUT) as cache:
         text = cache.describe()
-        assert "32 blocks of each salt" in text
+        assert "32 blocks per salt" in text
         for setting in ("limits.priority", "limits.pin", "limits.raised_tenant", "quota.tenant"):
             assert setting in text
         tenants = cache._stack.host.index.tenants

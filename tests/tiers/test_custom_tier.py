@@ -96,10 +96,10 @@ class TestSqlite(TierTests):
 
     async def test_an_impossible_path_is_refused(self, context: Any, tmp_path: Path) -> None:
         tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path / "none" / "x")))
-        with pytest.raises(ConfigError, match=r"path: .*none is no folder"):
+        with pytest.raises(ConfigError, match=r"path: .*none is not a folder"):
             await tier.open(context)
         tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path)))
-        with pytest.raises(Unavailable, match="unable to open .* can be written"):
+        with pytest.raises(Unavailable, match="unable to open .* is writable"):
             await tier.open(context)
         await tier.aclose()
 

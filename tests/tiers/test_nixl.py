@@ -104,7 +104,7 @@ def test_a_client_with_another_key_is_refused(far, tmp_path):
 def test_blocks_that_are_too_large_for_the_server_are_refused(far):
     layout = kvladder.Layout(block_tokens=4, block_bytes=96 << 10)
     what, where = refused(far, layout)
-    assert "at most 65536 fit into a slot" in what
+    assert "a slot of the cache holds at most 65536" in what
     assert where == "tiers[1].servers"
 
 

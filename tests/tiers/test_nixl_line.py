@@ -265,7 +265,7 @@ async def test_a_client_that_holds_slots_too_long_is_disconnected(call):
         assert fabric.offers.grants if call == "put" else fabric.offers.pins
         await asyncio.sleep(4)
         assert near.line.breaks == 1
-        assert "holds slots for too long" in near.said[0]
+        assert "held slots for too long" in near.said[0]
         fabric.hangs = False
         fabric.offers.check()
         await until(lambda: near.line.is_up)
@@ -296,7 +296,7 @@ async def test_several_lost_clients_delay_others_no_longer_than_one(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(FakePlane, "destroy", destroyed)
             for ident in [*fabric.controls][1:]:
-                fabric.exporter._drop(ident, "the client is silent")
+                fabric.exporter._drop(ident, "the client was silent for too long")
             await ticking()
         assert sum(plane.is_alive for plane in far) == 1
         assert max(two - one for one, two in pairwise(times)) < 2 * takes_s
@@ -371,7 +371,7 @@ async def test_blocks_that_do_not_fit_into_a_slot_there_are_refused():
     fabric.offers.block_bytes_max = SIZE - 1
     near = Near(fabric)
     assert not await near.line.tried()
-    assert "blocks of 6000 bytes: at most 5999" in str(near.line.error)
+    assert "blocks of 6000 bytes: a slot of the cache holds at most 5999" in str(near.line.error)
     assert not near.line.error.temporary
     await near.aclose()
     await fabric.aclose()

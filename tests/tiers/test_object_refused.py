@@ -76,7 +76,7 @@ def test_valid_urls_are_accepted(url):
 def test_two_levels_in_one_place_are_refused():
     source = stack(url="s3://blocks/kv")
     source["tiers"].append(source["tiers"][1] | {"name": "second", "url": "s3://blocks/kv/"})
-    with pytest.raises(ConfigError, match="is the url of tiers"):
+    with pytest.raises(ConfigError, match="is already the url of tiers"):
         load_config(source, env={})
 
 

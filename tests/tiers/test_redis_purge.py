@@ -84,7 +84,7 @@ def test_the_command_needs_a_tier_that_outlives_an_engine(tmp_path, capsys):
     path = tmp_path / "stack.yaml"
     path.write_text("arena: {size: 1 MiB}\ntiers: [{type: host}]\n")
     assert main(["purge", str(path), "--namespace", "0" * 64]) == 2
-    assert "no tier outlives an engine" in capsys.readouterr().err
+    assert "no tier keeps blocks after its engine ends" in capsys.readouterr().err
 
 
 def test_a_running_cache_purges_a_salt_and_clears(server):

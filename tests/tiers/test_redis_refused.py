@@ -119,7 +119,7 @@ def test_two_levels_on_one_server_are_refused(one, other, value):
     with pytest.raises(ConfigError) as caught:
         load_config(source, env={})
     assert caught.value.path == "tiers[2].url"
-    assert caught.value.message == f"{value!r} is the url of tiers[1]"
+    assert caught.value.message == f"{value!r} is already the url of tiers[1]"
     assert "url of its own" in caught.value.hint
 
 

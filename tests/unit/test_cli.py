@@ -112,13 +112,13 @@ def test_check_prints_its_assumptions(stack, model, capsys):
     out = capsys.readouterr().out
     assert 16 * 2 * 32 * 8 * 64 == 512 << 10
     assert "1 block = 16 tokens = 512 KiB\n" in out
-    assert "16 tokens per block are assumed: the engine decides" in out
+    assert "assumed 16 tokens per block: set --block-tokens to the engine's number" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--dtype", "fp8"], "kvladder: --dtype: says nothing without a model (add --model)"),
+        (["--dtype", "fp8"], "kvladder: --dtype: has no effect without a model (add --model)"),
         (["--block-tokens", "0"], "kvladder: --block-tokens: 0 (expected 1 or more)"),
         (["--model", "/no/such/file"], "kvladder: /no/such/file: No such file"),
     ],
@@ -133,7 +133,10 @@ def test_wrong_arguments_exit_with_2(stack, capsys, arguments, says):
 def test_an_unknown_dtype_exits_with_2_and_names_those_that_are_known(stack, model, capsys):
     arguments = ["check", str(stack), "--model", str(model(LLAMA)), "--dtype", "fp3"]
     assert main(arguments) == 2
-    assert "dtype 'fp3' (--dtype with one of: bfloat16, float16," in capsys.readouterr().err
+    assert (
+        "unsupported dtype 'fp3' (set --dtype to one of: bfloat16, float16,"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("run", COMMANDS)
@@ -244,10 +247,10 @@ def test_bytes_per_token_follow_the_configuration(model, content, expected):
         ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers: '32'"),
         ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim: missing"),
         ({**LLAMA, "torch_dtype": "int3"}, "dtype 'int3'"),
-        ({**LLAMA, "layer_types": ["odd"] * 32}, "not all layers keep KV: odd"),
+        ({**LLAMA, "layer_types": ["odd"] * 32}, "layer_types: unknown kinds odd"),
         ({**LLAMA, "layer_types": ["attention"]}, "1 kinds for 32 layers"),
-        ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state: what layers keep of it is not known"),
-        ({"model_type": "mamba", "dtype": "float32"}, "not all layers keep KV: some keep a state"),
+        ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state: kvladder does not know"),
+        ({"model_type": "mamba", "dtype": "float32"}, "some layers cache something other than"),
     ],
 )
 def test_a_layout_is_not_guessed(model, content, says):

@@ -127,7 +127,7 @@ def test_blocks_of_an_ended_engine_are_purged_beside_running_ones(config, tmp_pa
         assert main(["purge", config, "--salt", "red", "--wait", "10"]) == 0
         said = capsys.readouterr().out
         assert "kv.sock: host: 3 blocks removed" in said
-        assert f"files: 3 blocks removed, 3 overwritten, of {SPACE}" in said
+        assert f"files: 3 blocks removed, 3 overwritten, in namespace {SPACE}" in said
     whole = load_config(config)
     with open_manager(whole, LAYOUT) as one, open_manager(whole, LAYOUT, instance=1) as other:
         assert one.lookup(KEYS).total == other.lookup(KEYS).total == 0
@@ -140,7 +140,7 @@ def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, cap
     for what in (["--all"], ["--salt", "red"]):
         config = write(tmp_path, away)
         assert main(["purge", config, *what]) == 2
-        assert "--namespace: missing (redis needs it" in capsys.readouterr().err
+        assert "--namespace: missing (level redis needs it" in capsys.readouterr().err
         assert left(write(tmp_path)) == 3
 
 
@@ -181,7 +181,7 @@ def test_a_salt_is_read_from_a_file_or_standard_input(
     [
         (b"", "is empty"),
         (b"\n", "is empty"),
-        (b"red\nblue\n", "is more than one line"),
+        (b"red\nblue\n", "has more than one line"),
         (b"r" * 9000, "too long"),
         (b"\xff", "is not UTF-8 text"),
         (None, "cannot be read: No such file"),

@@ -138,7 +138,7 @@ def test_a_running_cache_is_purged_and_reports_the_counts(config, tmp_path, caps
         assert engine.look() == [0, 0]
         assert lies(tmp_path) == []
         assert main(["purge", config, "--namespace", "0" * 64]) == 2
-        assert "has namespace" in capsys.readouterr().err
+        assert "expected namespace " in capsys.readouterr().err
 
 
 @IN_A_PROCESS_OR_NOT
@@ -148,7 +148,7 @@ def test_without_an_engine_the_directory_is_purged(config, tmp_path, capsys):
     assert lies(tmp_path) == ["red", "blue"]
     assert main(["purge", config, "--salt", "red"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"files: {BLOCKS} blocks removed, {BLOCKS} overwritten, of ")
+    assert out.startswith(f"files: {BLOCKS} blocks removed, {BLOCKS} overwritten, in namespace ")
     assert lies(tmp_path) == ["blue"]
     with open_cache(config, layout=LAYOUT) as cache:
         assert cache.lookup(keys(cache, "red")).total == 0
@@ -208,7 +208,7 @@ def test_a_purge_refuses_wrong_arguments(config, capsys, arguments, says):
 
 def test_stats_refuse_missing_sockets_and_wrong_intervals(config, tmp_path, capsys):
     assert main(["stats", config]) == 2
-    assert "there is no socket" in capsys.readouterr().err
+    assert "no control socket at" in capsys.readouterr().err
     assert main(["stats", str(tmp_path / "nowhere")]) == 2
     assert "No such file" in capsys.readouterr().err
     assert main(["stats", config, "--watch", "0"]) == 2

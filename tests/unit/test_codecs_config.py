@@ -88,7 +88,7 @@ def test_unknown_layers_are_refused(said):
     ("codecs", "says"),
     [
         (["zstd", {"name": "fp8", "allow_lossy": True}], "as the engine wrote them"),
-        (["aes-gcm", "zstd"], "what is encrypted does not shrink"),
+        (["aes-gcm", "zstd"], "encrypted data does not shrink"),
     ],
 )
 def test_a_wrong_order_of_codecs_is_refused(codecs, says):

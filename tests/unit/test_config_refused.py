@@ -65,7 +65,7 @@ def test_a_control_socket_without_a_name_is_refused(refusal, path):
 def test_an_empty_fingerprint_is_refused(refusal, text):
     error = refusal({**tiers(), "model": {"fingerprint": text}})
     assert error.path == "model.fingerprint"
-    assert "expected auto, or text that changes whenever the weights do" in str(error)
+    assert "expected auto, or text that changes whenever the weights change" in str(error)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
@@ -100,10 +100,10 @@ def test_a_null_character_in_a_directory_is_refused(refusal):
 @pytest.mark.parametrize(
     ("changed", "path", "says"),
     [
-        ({"arena": {"size": "8 GiBs"}}, "arena.size", "'8 GiBs' (unknown unit 'GiBs': one of KiB"),
+        ({"arena": {"size": "8 GiBs"}}, "arena.size", "(unknown unit 'GiBs': expected one of KiB"),
         ({"arena": {"size": "-1 GiB"}}, "arena.size", "'-1 GiB' (expected a size such as"),
         ({"arena": {"size": 0}}, "arena.size", "0 (expected a size such as"),
-        ({"arena": {"size": 8}}, "arena.size", "8 (8 bytes without a unit hold nothing, did you"),
+        ({"arena": {"size": 8}}, "arena.size", "8 (8 bytes without a unit are too few, did you"),
         ({"arena": {"size": -5}}, "arena.size", "-5 (expected a size"),
         ({"arena": {"size": None}}, "arena.size", "missing (expected a size"),
         ({"arena": {"size": ["1 GiB"]}}, "arena.size", "a list (expected a size"),
@@ -118,7 +118,7 @@ def test_a_null_character_in_a_directory_is_refused(refusal):
         ({"block": {"salt": ["x"]}}, "block.salt", "a list (expected text)"),
         ({"model": {"fingerprint": 1.5}}, "model.fingerprint", "1.5 (expected text: put it in"),
         ({"fetch": {"deadline": 2}}, "fetch.deadline", "2 (expected a duration with a unit"),
-        ({"fetch": {"deadline": "2 w"}}, "fetch.deadline", "(unknown unit 'w': one of us, ms"),
+        ({"fetch": {"deadline": "2 w"}}, "fetch.deadline", "(unknown unit 'w': expected one of us"),
         ({"fetch": {"budget": 0}}, "fetch.budget", "0 blocks (expected more than 0)"),
         ({"events": {"max": -1}}, "events.max", "-1 (expected a whole number, 0 or more)"),
     ],
@@ -137,7 +137,7 @@ def test_a_wrong_setting_is_refused(refusal, changed, path, says):
         ({"min_priority": "high"}, ".min_priority", "'high' (expected a priority, 0 to 100)"),
         ({"min_priority": "35"}, ".min_priority", "'35' (expected a priority, 0 to 100)"),
         ({"when": "comit"}, ".when", "'evict' or 'commit' or 'never', did you mean 'commit'?"),
-        ({"when": "never"}, ".when", "expected evict or commit: nobody else writes to this tier"),
+        ({"when": "never"}, ".when", "evict or commit: only this cache writes to this tier"),
         ({"min_hits": -1}, ".min_hits", "-1 (expected a whole number, 0 or more)"),
         ({"ttl": "0 s"}, ".ttl", "'0 s' (expected a duration"),
         ({"capacity": "1 XB"}, ".capacity", "unknown unit 'XB'"),
@@ -152,16 +152,16 @@ def test_a_wrong_setting_is_refused(refusal, changed, path, says):
         ({"codecs": [{"name": "zstd", "leval": 3}]}, ".codecs[0].leval", "did you mean 'level'?"),
         ({"codecs": [{"name": "zstd", "level": 20}]}, ".codecs[0].level", "a level from -7 to 19"),
         ({"codecs": [{"name": "zstd", "allow_lossy": True}]}, ".codecs[0].allow_lossy", "unknown"),
-        ({"codecs": ["checksum", "zstd"]}, ".codecs[1]", "it comes last"),
-        ({"codecs": ["zstd"] * 7}, ".codecs", "7 codecs (at most 6)"),
+        ({"codecs": ["checksum", "zstd"]}, ".codecs[1]", "put the checksum last"),
+        ({"codecs": ["zstd"] * 7}, ".codecs", "7 codecs (expected at most 6)"),
         ({"timeout": "fast"}, ".timeout", "'fast' (expected a duration"),
         ({"queue": "0 %"}, ".queue", "0 % (expected more than 0)"),
         ({"breaker": {"failures": 0}}, ".breaker.failures", "0 (expected a whole number, 1"),
         ({"breaker": {"retry": "2 m"}}, ".breaker.retry_max", "expected at least breaker.retry"),
         ({"breaker": {"retri": 1}}, ".breaker.retri", "did you mean 'retry'?"),
         ({"breaker": [1]}, ".breaker", "a list (expected keys with values)"),
-        ({"name": "host"}, ".name", "'host' is the name of tiers[0]"),
-        ({"name": "arena"}, ".name", "'arena' is taken"),
+        ({"name": "host"}, ".name", "'host' is already the name of tiers[0]"),
+        ({"name": "arena"}, ".name", "'arena' is reserved"),
         ({"name": "a b"}, ".name", "'a b' (expected letters, digits, - and _"),
         ({"name": 5}, ".name", "5 (expected letters"),
         ({"type": "memroy"}, ".type", "unknown tier type 'memroy' (did you mean 'memory'?)"),
@@ -176,8 +176,8 @@ def test_a_wrong_level_is_refused(refusal, settings, path, says):
 @pytest.mark.parametrize(
     ("codecs", "says"),
     [
-        (["checksum", "checksum"], "'checksum' twice (name it once)"),
-        (["checksum", "rot13"], "'rot13' is no Codec"),
+        (["checksum", "checksum"], "'checksum' is listed twice (list it once)"),
+        (["checksum", "rot13"], "'rot13': expected a class derived from Codec"),
     ],
 )
 def test_unknown_and_repeated_codecs_are_refused(refusal, monkeypatch, codecs, says):
@@ -197,9 +197,9 @@ def test_a_level_needs_a_capacity(refusal):
     ("settings", "path", "says"),
     [
         ({"capacity": "1 GiB"}, "capacity", "set arena.size"),
-        ({"codecs": ["checksum"]}, "codecs", "the host level has none"),
-        ({"when": "commit"}, "when", "the host level has none"),
-        ({"breaker": {}}, "breaker", "the host level has none"),
+        ({"codecs": ["checksum"]}, "codecs", "the host level has no such key"),
+        ({"when": "commit"}, "when", "the host level has no such key"),
+        ({"breaker": {}}, "breaker", "the host level has no such key"),
         ({"mini_priority": 3}, "mini_priority", "did you mean 'min_priority'?"),
         ({"min_priority": 300}, "min_priority", "0 to 100"),
     ],
@@ -213,7 +213,7 @@ def test_the_host_level_has_no_setting_without_effect(refusal, settings, path, s
 def test_the_host_level_comes_first(refusal):
     source = {"arena": {"size": "1 GiB"}, "tiers": [cold(), {"type": "host"}]}
     error = refusal(source)
-    assert (error.path, error.message) == ("tiers[0].type", "'memory', not host")
+    assert (error.path, error.message) == ("tiers[0].type", "'memory' instead of host")
     source = {"arena": {"size": "1 GiB"}, "tiers": [{"type": "hots"}]}
     assert "did you mean 'host'?" in str(refusal(source))
 
@@ -226,7 +226,9 @@ def test_two_tiers_do_not_share_a_directory(refusal, tmp_path):
     for path in (kv, f"{kv}/", link / "kv", tmp_path / "other" / ".." / "kv"):
         error = refusal(tiers(first, {**first, "name": "second", "path": str(path)}))
         assert error.path == "tiers[2].path"
-        assert f"'{kv}' is the path of tiers[1] (give each tier a path of its own)" in str(error)
+        assert f"'{kv}' is already the path of tiers[1] (give each tier a path of its own)" in str(
+            error
+        )
     apart = {**first, "name": "second", "path": str(tmp_path / "kv2")}
     assert len(load_config(tiers(first, apart), env={}).levels) == 2
 
@@ -234,4 +236,6 @@ def test_two_tiers_do_not_share_a_directory(refusal, tmp_path):
 def test_two_tiers_of_one_type_need_names(refusal):
     error = refusal(tiers(cold(), cold()))
     assert error.path == "tiers[2].name"
-    assert "'memory' is the name of tiers[1] (give each tier a name of its own)" in str(error)
+    assert "'memory' is already the name of tiers[1] (give each tier a name of its own)" in str(
+        error
+    )

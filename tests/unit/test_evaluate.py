@@ -55,7 +55,7 @@ def test_a_lossless_codec_changes_no_output(folder: Path, capsys: Any) -> None:
         told = numbers(out)
         assert told["divergence"] == [0, 0]
         assert told["perplexity"][0] == told["perplexity"][1]
-        assert told["likeliest"] == [100]
+        assert told["agreement"] == [100]
         assert "3 prompts, 126 tokens compared" in out  # all but two blocks of each
 
 
@@ -102,7 +102,7 @@ def test_narrower_types_and_windows_of_pools_cost_more(folder: Path, capsys: Any
     limits = ["--max-divergence", str(found["[4]"][0] / 2)]
     code, _, err = report(folder, capsys, "--gpu", "{windows: [4], dtype: fp8}", *limits)
     assert code == 1
-    assert "is more than" in err
+    assert "expected at most" in err
 
 
 def test_models_with_states_have_types_too(tmp_path: Path, capsys: Any) -> None:
@@ -123,8 +123,8 @@ def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, ca
     assert code == 1
     assert "perplexity" in out
     divergence, agreement = err.removeprefix("kvladder: ").split("; ")
-    assert re.fullmatch(r"a divergence of \S+ is more than 1e-09", divergence)
-    assert re.fullmatch(r"an agreement of \S+ is less than 1.01\n", agreement)
+    assert re.fullmatch(r"divergence \S+: expected at most 1e-09", divergence)
+    assert re.fullmatch(r"agreement \S+: expected at least 1.01\n", agreement)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_wrong_arguments_are_refused(folder: Path, capsys: Any, more: list[str],
     ("text", "says"),
     [
         ("", r"--prompts: .*prompts.txt is empty"),
-        ("some words", r"--prompts: .*prompts.txt:1 is text, and .*llama has no tokenizer"),
-        (json.dumps([1] * 40 + [256]), r"prompts.txt:1: token 256 \(the model knows 0 to 255\)"),
+        ("some words", r"--prompts: .*prompts.txt:1 is text, but .*llama has no usable tokenizer"),
+        (json.dumps([1] * 40 + [256]), r"prompts.txt:1: token 256 \(expected 0 to 255"),
     ],
 )
 def test_prompts_that_cannot_be_run_are_refused(

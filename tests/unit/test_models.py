@@ -154,7 +154,7 @@ def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
     if name in NOT_RUN:
         assert found.how.startswith("estimated from config.json (")
     else:
-        assert found.how.startswith("by one token through")
+        assert found.how.startswith("measured by running one token through")
         layers = [one for one in found.resources if isinstance(one, Layer)]
         assert ruled in (None, shapes(layers))
         assert ruled is None or len(layers) == len(found.resources)
@@ -187,7 +187,7 @@ def test_bytes_per_token_come_from_one_token_where_no_rule_applies(
     folder = written(tmp_path, {"model_type": name, "dtype": "bfloat16"})
     assert bytes_per_token(folder) == size
     assert main(["size", "--model", str(folder), "--memory", "80GiB", "--context", "4096"]) == 0
-    assert "bfloat16, by one token through" in capsys.readouterr().out
+    assert "bfloat16, measured by running one token through" in capsys.readouterr().out
 
 
 # ---- without transformers, and models that it does not know
@@ -196,7 +196,7 @@ def test_bytes_per_token_come_from_one_token_where_no_rule_applies(
 @pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("key", REFUSED_KEYS)
 def test_unknown_keys_are_refused_by_name(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"config.json: {key}: what layers keep"):
+    with pytest.raises(ConfigError, match=f"config.json: {key}: kvladder does not know"):
         bytes_per_token(written(tmp_path, {**BASE, key: [1]}))
     for none in (None, False):
         assert bytes_per_token(written(tmp_path, {**BASE, key: none})) == 8 * 2 * 2 * 128 * 2
@@ -205,7 +205,7 @@ def test_unknown_keys_are_refused_by_name(key: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("name", REFUSED_TYPES)
 def test_an_unknown_type_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model_type: what layers of"):
+    with pytest.raises(ConfigError, match="model_type: kvladder does not know what layers of"):
         bytes_per_token(written(tmp_path, {**BASE, "model_type": name}))
 
 
@@ -223,15 +223,18 @@ def test_a_missing_value_that_only_the_class_knows_is_refused(key: str, tmp_path
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"attn_type_list": [0, 1] * 4}, "attn_type_list: what layers keep"),
-        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: not"),
-        ({"sliding_window": 64, "_sliding_window_pattern": 6}, "_sliding_window_pattern: not all"),
+        ({"attn_type_list": [0, 1] * 4}, "attn_type_list: kvladder does not know"),
+        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: kv"),
+        ({"sliding_window": 64, "_sliding_window_pattern": 6}, "_sliding_window_pattern: kv"),
         ({"sliding_window": 64, "use_sliding_window": True}, "layer_types: missing"),
         ({"attention_chunk_size": 64}, "layer_types: missing"),
-        ({"v_head_dim": 64}, "v_head_dim: 64, keys have 128"),
+        ({"v_head_dim": 64}, "v_head_dim: 64, expected 128"),
         ({"multi_query_attention": True}, "multi_query_group_num: missing"),
         ({"layer_types": ["sliding_attention"] * 8}, "sliding_window: missing"),
-        ({"model_type": "zamba", "mamba_d_state": 16, "num_hidden_layers": "x"}, "'x'|not known"),
+        (
+            {"model_type": "zamba", "mamba_d_state": 16, "num_hidden_layers": "x"},
+            "'x'|mamba_d_state",
+        ),
     ],
 )
 def test_wrong_files_are_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -321,6 +324,6 @@ def test_an_error_never_advises_to_leave_out_a_required_argument(
     said = capsys.readouterr().err
     assert "block_configs" in said
     assert "kvladder.gpu.sizing.plan.CachePlan" in said
-    assert "leave --model out" not in said
-    with pytest.raises(ConfigError, match="leave --model out"):
+    assert "leave out --model" not in said
+    with pytest.raises(ConfigError, match="leave out --model"):
         bytes_per_token(tmp_path)

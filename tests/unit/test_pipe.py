@@ -231,7 +231,7 @@ async def test_calls_begin_in_their_order_and_end_in_any() -> None:
 async def test_an_unknown_method_fails_its_call_alone() -> None:
     async with piped() as ends:
         more = ends.near.stub(MORE)
-        with pytest.raises(TierError, match="it has no method unknown") as raised:
+        with pytest.raises(TierError, match="the other process has no method unknown") as raised:
             await more.unknown()
         assert not raised.value.temporary
         more.unheard("dropped")
@@ -293,9 +293,9 @@ async def test_a_wrong_result_fails_its_call_alone(what: str) -> None:
 async def test_a_too_long_message_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvladder.children.messages.FRAME_BYTES_MAX", 400)
     async with piped() as ends:
-        with pytest.raises(TierError, match="a message of .* bytes, at most 400"):
+        with pytest.raises(TierError, match="a message of .* bytes: expected at most 400"):
             await ends.calls.wait("long" * 100)
-        with pytest.raises(TierError, match="a message of .* bytes, at most 400"):
+        with pytest.raises(TierError, match="a message of .* bytes: expected at most 400"):
             await ends.calls.give("bytes")
         await works(ends)
 
@@ -308,10 +308,10 @@ async def test_a_too_long_message_fails_its_call_alone(monkeypatch: pytest.Monke
         ("full", TierFull, "no room"),
         ("tier", TierError, "later"),
         ("name", TierError, r"no file \udcff"),
-        ("value", TierError, "it raised ValueError('7')"),
-        ("exit", TierError, "it raised SystemExit(3)"),
-        ("cancelled", TierError, "it cancelled the call"),
-        ("silent", TierError, "it raised RuntimeError"),
+        ("value", TierError, "the call raised ValueError('7')"),
+        ("exit", TierError, "the call raised SystemExit(3)"),
+        ("cancelled", TierError, "the other process cancelled the call"),
+        ("silent", TierError, "the call raised RuntimeError"),
     ],
 )
 async def test_an_error_of_a_method_is_raised_by_its_call(
@@ -481,7 +481,7 @@ async def test_a_broken_frame_ends_both_ends(what: str) -> None:
         await seen(ends.target.events, "begin a")
         ends.far_writer.write(sent)
         fault = await ends.near.join()
-        assert fault.startswith("it does not keep to the protocol: ")
+        assert fault.startswith("it broke the protocol: ")
         assert why in fault
         assert told == [fault]
         with pytest.raises(TierError, match="the far end is gone"):
@@ -588,7 +588,7 @@ def test_an_interface_has_types_that_can_be_sent_and_no_defaults(name: str) -> N
 
 
 def test_a_one_way_method_is_one_of_the_interface_and_has_no_result() -> None:
-    with pytest.raises(TypeError, match="Calls has no missing"):
+    with pytest.raises(TypeError, match="Calls has no method missing"):
         Interface(Calls, one_way=["missing"])  # type: ignore[type-abstract]
     with pytest.raises(TypeError, match="double: expected"):
         Interface(Calls, one_way=["double"])  # type: ignore[type-abstract]
@@ -596,5 +596,5 @@ def test_a_one_way_method_is_one_of_the_interface_and_has_no_result() -> None:
 
 async def test_a_method_is_answered_by_one_object() -> None:
     async with piped() as ends:
-        with pytest.raises(ValueError, match="double is a method of two interfaces"):
+        with pytest.raises(ValueError, match="two interfaces of one pipe have a method double"):
             ends.far.answer(CALLS, Target())

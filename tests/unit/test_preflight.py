@@ -93,7 +93,7 @@ def test_an_isolated_tier_is_examined_in_its_process(tmp_path, monkeypatch):
     order.write_text("exit")
     found = preflight(config(unruly))
     ended = "the process of UnrulyTier has ended: exit status 3"
-    assert found.warnings == [f"tiers[1]: it cannot be looked at: {ended}"]
+    assert found.warnings == [f"tiers[1]: the tier cannot be examined: {ended}"]
     assert (found.errors, "unruly" in found.facts) == ([], False)
 
 
@@ -116,7 +116,7 @@ def test_a_control_socket_without_a_directory_is_reported(tmp_path):
 
 def test_a_control_socket_that_cannot_have_its_name_is_reported(tmp_path):
     (tmp_path / "file").touch()
-    for name, says in (("x" * 120, "a socket's name has at most 107 bytes"), ("file", "no socket")):
+    for name, says in (("x" * 120, "a path of at most 107 bytes"), ("file", "not a socket")):
         (error,) = preflight(config(control=str(tmp_path / name))).errors
         assert error.path == "control.path"
         assert says in str(error)
@@ -133,7 +133,9 @@ def test_addresses_for_events_are_checked():
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         found = preflight(config(events={"publish": address}))
     assert found.errors == []
-    assert found.warnings == [f"events.publish: {address} is in use: does an engine run already?"]
+    assert found.warnings == [
+        f"events.publish: {address} is already in use, perhaps by a running engine"
+    ]
     (error,) = preflight(config(events={"publish": "tcp://no.such.host.invalid:1"})).errors
     assert error.path == "events.publish"
 
@@ -142,7 +144,7 @@ def test_addresses_for_events_are_checked():
     ("required", "says"),
     [
         ("msgspec>=999", "msgspec: version"),
-        ("no-such-library-at-all>=1", "no-such-library-at-all: is not installed (install"),
+        ("no-such-library-at-all>=1", "library-at-all: is not installed (reinstall kvladder)"),
         ("no-such-library-at-all>=1 ; extra == 'encryption'", "kvladder[encryption]"),
     ],
 )
@@ -175,7 +177,7 @@ def test_check_examines_resources_unless_offline(tmp_path, capsys, monkeypatch):
     assert first.startswith(f"kvladder: {stack}: tiers[1].path: {tmp_path}/none does not exist")
     assert second.startswith(f"kvladder: {stack}: tiers[2].codecs.aes-gcm.variable: KVLADDER_KEY")
     assert main(["check", str(stack), "--offline"]) == 0
-    assert "found there" not in capsys.readouterr().out
+    assert "found on this system" not in capsys.readouterr().out
     stack.write_text(
         text.replace("/none/kv", "/other").replace("codecs: [aes-gcm]", "when: commit")
     )

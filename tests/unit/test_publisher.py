@@ -206,7 +206,7 @@ def test_blocks_of_an_earlier_process_are_announced(events: dict[str, Any], tmp_
     [
         ({"publish": "127.0.0.1:5557"}, r"events.publish: 127.0.0.1:5557: .*such as tcp://"),
         ({"publish": "tcp://127.0.0.1:0", "replay": "udp://x"}, r"events.replay: udp://x: "),
-        ({"replay": "tcp://127.0.0.1:0"}, r"events.replay: .*needs events.publish"),
+        ({"replay": "tcp://127.0.0.1:0"}, r"events.replay: .*set events.publish, too"),
         ({"publish": "tcp://127.0.0.1:0", "max": 0}, r"events.max: 0 .*expected 1 or more"),
     ],
 )

@@ -53,7 +53,7 @@ def test_another_package_adds_a_name(installed):
 def test_names_are_known_before_their_modules_are_imported(installed):
     installed("some-tiers", "tiers", "broken", "no_such_module:Tier")
     assert "broken" in registry.names("tiers")
-    with pytest.raises(ConfigError, match=r"'broken' cannot be loaded.*from some-tiers"):
+    with pytest.raises(ConfigError, match=r"'broken' cannot be loaded.*some-tiers declares it"):
         registry.load("tiers", "broken")
 
 
@@ -78,14 +78,14 @@ def test_an_unknown_name_without_a_near_one_lists_all(installed):
 
 def test_a_built_in_name_cannot_be_taken_by_another_package(installed):
     installed("rogue", "tiers", "memory", "rogue:Tier")
-    with pytest.raises(ConfigError, match="'memory' is claimed by kvladder, rogue"):
+    with pytest.raises(ConfigError, match="'memory' comes from several packages: kvladder, rogue"):
         registry.load("tiers", "memory")
 
 
 def test_two_packages_cannot_share_a_name(installed):
     installed("one", "tiers", "bucket", "one:Tier")
     installed("two", "tiers", "bucket", "two:Tier")
-    with pytest.raises(ConfigError, match=r"claimed by one, two \(uninstall one\)"):
+    with pytest.raises(ConfigError, match=r"several packages: one, two \(uninstall all but one\)"):
         registry.load("tiers", "bucket")
 
 
@@ -123,7 +123,7 @@ def test_a_taken_name_cannot_be_registered(installed, registered):
         with pytest.raises(ConfigError, match="exists already"):
             registry.register("tiers", name, MemoryTier)
     registry.register("tiers", "mine", MemoryTier)
-    with pytest.raises(ConfigError, match="is registered"):
+    with pytest.raises(ConfigError, match="is registered already"):
         registry.register("tiers", "mine", object())
 
 

@@ -52,13 +52,15 @@ def test_a_session_that_ended_is_refused() -> None:
     sessions.use("a", [keys(1)])
     sessions.end("a")
     for call in (sessions.end, sessions.last, sessions.owned, sessions.require_open):
-        with pytest.raises(ValueError, match="session 'a' has ended: expected the name of another"):
+        with pytest.raises(ValueError, match="session 'a' has ended: expected a new name"):
             call("a")
     with pytest.raises(ValueError, match="has ended"):
         sessions.use("a", [keys(1)])
     sessions.brought("b", keys(1))  # its first request is not over
     for call in (sessions.end, sessions.last):
-        with pytest.raises(ValueError, match="session 'b' is not known: expected one that had a"):
+        with pytest.raises(
+            ValueError, match="session 'b' is not known: expected one with a finished"
+        ):
             call("b")
 
 

@@ -98,7 +98,7 @@ def test_aliases_do_not_multiply_without_end(refusal, load):
     for before, name in pairwise("abcdefghi"):
         lines.append(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]")
     error = refusal("\n".join(lines))
-    assert "more than 10000 values, with what aliases repeat" in str(error)
+    assert "more than 10000 values, including those that aliases repeat" in str(error)
     assert "line 5, column 4" in error.path
     error = refusal(tiers(), env={"KVLADDER__EVENTS__MAX": "{" + ", ".join(lines) + "}"})
     assert error.path == "events.max"
@@ -404,7 +404,7 @@ def test_the_short_form_may_be_host_alone():
         ({"host": "1 GiB", "files": 5}, "files", "5 (expected a directory)"),
         ({"host": "1 GiB", "files": ""}, "files", "'' (expected a directory)"),
         ({"host": "1 GiB", "files": "/x", "capacity": "x"}, "capacity", "'x' (expected a size"),
-        ({"host": "1 GiB", "capacity": "1 GiB"}, "capacity", "it goes with files:"),
+        ({"host": "1 GiB", "capacity": "1 GiB"}, "capacity", "it needs files:, too"),
         ({"host": "1 GiB", "arena": {}}, "arena", "the short form and the long form are mixed"),
         ({"host": "1 GiB", "filse": "/x"}, "filse", "did you mean 'files'?"),
     ],

@@ -104,7 +104,7 @@ def test_invalid_durations_are_refused(written):
 
 
 def test_an_unknown_unit_of_time_is_named():
-    with pytest.raises(ValueError, match="unknown unit 'w': one of us, ms, s, m, h, d"):
+    with pytest.raises(ValueError, match="unknown unit 'w': expected one of us, ms, s, m, h, d"):
         Duration.parse("2 w")
 
 

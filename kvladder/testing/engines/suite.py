@@ -122,7 +122,9 @@ class Opened:
             engine.manager.check()
             engine.close()
             assert not self._copies.unsafe, "the cache was closed while a copy was in flight"
-            assert engine.manager.arena.free == engine.manager.arena.slots, "a slot is claimed"
+            assert engine.manager.arena.free == engine.manager.arena.slots, (
+                "a slot is still claimed"
+            )
 
 
 class Driver:
@@ -170,7 +172,7 @@ class Driver:
         self.fill(tokens, blocks, salt=options.get("salt", ""))
         self.engine.save(tokens, blocks, **options)
         self.settle()
-        assert all(map(self.engine.reusable, blocks)), "blocks are held after the save has ended"
+        assert all(map(self.engine.reusable, blocks)), "blocks are still held after the save"
         self.wipe(blocks)
 
     def search(self, tokens: Sequence[int], *, salt: str = "") -> tuple[Any, int]:
@@ -202,7 +204,7 @@ class Driver:
             self.engine.drop(match)
             return False
 
-        self.until(is_there, f"{len(blocks)} blocks were saved and are not found")
+        self.until(is_there, f"{len(blocks)} blocks were saved but are not found")
         self.load(tries[0][0], tokens, blocks, salt=salt)
 
     def load(
@@ -250,10 +252,10 @@ class ConnectorTests(ConnectorFixtures):
         alone.save(known, range(4))
         alone.save(head, [4])
         assert alone.found(alone.prompt(2, 4)) == 0
-        assert alone.found([*head, *known[size:]]) == 1, "a block counts behind another prefix"
+        assert alone.found([*head, *known[size:]]) == 1, "a block was found behind another prefix"
         other = [*known[: 2 * size], *alone.prompt(2, 2)]
         match, found = alone.search(other)
-        assert found == 2, "exactly the shared blocks must be found"
+        assert found == 2, "expected exactly the shared blocks"
         alone.load(match, other, [9, 8])
 
     def test_saved_blocks_are_not_copied_again(self, alone: Driver, copies: Copies) -> None:
@@ -262,7 +264,7 @@ class ConnectorTests(ConnectorFixtures):
         each = copies.count("offload") // 3  # every rank copies its part
         alone.save(tokens, range(4))
         alone.save(tokens, range(4))
-        assert copies.count("offload") == 4 * each, "blocks that are cached were copied again"
+        assert copies.count("offload") == 4 * each, "cached blocks were copied again"
         alone.expect(tokens, range(4, 8))
 
     def test_salts_share_nothing(self, alone: Driver) -> None:
@@ -281,7 +283,7 @@ class ConnectorTests(ConnectorFixtures):
         alone.save(high, range(2), priorities=[80, 80])
         alone.save(low, range(2), priorities=[20, 20])
         alone.save(others, range(SLOTS - 2))
-        assert alone.found(low) == 0, "blocks of a low priority stayed"
+        assert alone.found(low) == 0, "blocks of low priority were not evicted first"
         alone.expect(high, [10, 11])
 
     @pytest.mark.parametrize("pieces", [(4,), (1, 3), (3, 1), (1, 1, 1, 1)])
@@ -290,7 +292,7 @@ class ConnectorTests(ConnectorFixtures):
     ) -> None:
         engine = opened.engine(cold=True, min_priority=50)
         engine.save(engine.prompt(1, 4), range(4), pieces=pieces, priorities=[80, 80, 40, 80])
-        assert len(cold.keys) == 2, "the third block has less than the tier takes"
+        assert len(cold.keys) == 2, "the tier took a block below its min_priority"
 
     # ---- failures
 
@@ -316,7 +318,7 @@ class ConnectorTests(ConnectorFixtures):
         copies.failing = {"onboard"}
         load = alone.engine.load(match, range(8, 12))
         alone.until(lambda: alone.engine.loaded(load) is not None, "a failed load never ended")
-        assert alone.engine.loaded(load) == 0, "the engine would read blocks that never came"
+        assert alone.engine.loaded(load) == 0, "blocks that failed to load count as loaded"
         copies.failing = set()
         if self.recovers:
             alone.save(tokens, range(4))
@@ -326,7 +328,7 @@ class ConnectorTests(ConnectorFixtures):
         tokens = alone.prompt(1, 4)
         copies.failing = {"offload"}
         alone.save(tokens, range(4))
-        assert alone.found(tokens) == 0, "blocks are found that were never copied"
+        assert alone.found(tokens) == 0, "blocks that were not copied are found"
         copies.failing = set()
         alone.save(tokens, range(4))
         alone.expect(tokens, range(4, 8))
@@ -341,7 +343,7 @@ class ConnectorTests(ConnectorFixtures):
         for _ in range(STEPS):
             alone.engine.step()
             assert alone.found(first) == 0, "blocks are found before their copy has ended"
-            assert not any(map(alone.engine.reusable, range(4))), "blocks are free too early"
+            assert not any(map(alone.engine.reusable, range(4))), "blocks can be reused too early"
         alone.fill(second, range(4, 4 + SLOTS))
         alone.engine.save(second, range(4, 4 + SLOTS))  # at most the other slots are free
         copies.let_go()
@@ -358,7 +360,7 @@ class ConnectorTests(ConnectorFixtures):
         match, found = alone.search(first)
         assert found == SLOTS
         alone.save(second, range(SLOTS))
-        assert alone.found(second) == 0, "pinned blocks gave up their slots"
+        assert alone.found(second) == 0, "pinned blocks were evicted"
         alone.load(match, first, range(16, 16 + SLOTS))
         alone.settle()  # a load is done when the copies are; its blocks are let go after that
         alone.save(second, range(SLOTS))
