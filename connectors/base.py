@@ -130,7 +130,9 @@ class Connector(ABC):
         slots = match.slots[first : first + len(blocks)]
         if len(slots) < len(blocks):
             match.release()
-            raise ValueError(f"{len(blocks)} blocks from {first} on, but {match.blocks} matched")
+            raise ValueError(
+                f"{len(blocks)} blocks to load from number {first} on, but {match.blocks} matched"
+            )
         job = CopyJob(JobId(next(self._ids)), "onboard", tuple(blocks), tuple(slots), group)
         return self._begin(job, match)
 

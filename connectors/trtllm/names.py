@@ -99,7 +99,7 @@ def regions_of(layout: Any) -> dict[str, torch.Tensor]:
     groups = list(layout.groups)
     if len(groups) != 1 or groups[0].window_size is not None:
         kinds = [getattr(group, "window_size", None) for group in groups]
-        hint = "models of full attention in every layer"
+        hint = "expected a model with full attention in every layer"
         raise LayoutError(f"groups of layers with windows {kinds}", hint=hint)
     return {f"region {n}": region.as_tensor() for n, region in enumerate(groups[0].regions)}
 
@@ -181,6 +181,6 @@ def ranks_of(llm_args: Any) -> int:
     ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
     nodes = ranks / int(getattr(llm_args, "gpus_per_node", None) or ranks)
     if nodes > 1:
-        what, hint = f"{ranks} ranks on {nodes:g} nodes", "ranks on one machine"
+        what, hint = f"{ranks} ranks on {nodes:g} nodes", "expected ranks on one machine"
         raise ConfigError(what, path="llm_args.tensor_parallel_size", hint=hint)
     return ranks

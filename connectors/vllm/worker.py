@@ -302,7 +302,7 @@ class WorkerHalf:
                     self._ended(Finished(job.id, False, 0, 0.0, "the adapter has changed"))
                 begun += 1
         finally:
-            why = "the weights have changed" if self._stale else "not begun"
+            why = "the weights have changed" if self._stale else "the copy did not begin"
             for job in jobs[begun:]:
                 self._ended(Finished(job.id, False, 0, 0.0, why))
 
