@@ -69,7 +69,7 @@ async def test_what_was_lost_is_given_back_and_said(
         save = manager.save(OTHERS)
     assert len(save.slots) == SLOTS
     save.abort()
-    assert "was lost by its owner" in caplog.text
+    assert "was garbage-collected before its release" in caplog.text
     assert manager.stats()["loop"]["unreleased"] >= 1
     paced = manager.fetch_paced(OTHERS)
     assert paced.ready  # nobody is before it

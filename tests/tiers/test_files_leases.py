@@ -96,7 +96,7 @@ async def test_who_finds_no_room_starts_and_gets_what_others_leave(
     await one.put(first, *((n, n) for n in range(CAPACITY)))
     assert segment_bytes(disk) == CAPACITY * STRIDE
     second, _ = await other.open()
-    assert ["other processes have all" in text for text in other.told] == [True]
+    assert ["other processes use the whole capacity of" in text for text in other.told] == [True]
     await other.put(second, (50, 0))
     assert [type(error).__name__ for error in other.errors] == ["TierFull"]
     other.errors.clear()
@@ -181,8 +181,8 @@ async def test_it_is_told_who_has_which(disk: FakeDisk, two: Two) -> None:
     assert found == {home: (3 * STRIDE, str(os.getpid())), f"{home}.1": (3 * STRIDE, None)}
     size = f"{3 * STRIDE // 1024} KiB"
     assert look(disk, ROOT) == {
-        home: f"{size}, process {os.getpid()} has it",
-        f"{home}.1": f"{size}, no process has it",
+        home: f"{size}, in use by process {os.getpid()}",
+        f"{home}.1": f"{size}, not in use",
     }
     await first.aclose()
     assert look(FakeDisk(ROOT), ROOT) == {}, "nothing is made there"

@@ -187,7 +187,7 @@ def test_nobody_is_there():
 def test_there_is_no_such_bucket(server):
     error = refused(**over(server) | {"url": "s3://elsewhere/kv"})
     assert "NoSuchBucket" in error.message
-    assert "make it" in error.hint
+    assert "create the bucket" in error.hint
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ def test_what_is_there_is_told(tmp_path):
     found = preflight(config(files(tmp_path / "kv")))
     assert (found.warnings, found.errors) == ([], [])
     facts = found.facts["disk"]
-    assert facts["directory"] == f"{tmp_path / 'kv'} (will be made)"
+    assert facts["directory"] == f"{tmp_path / 'kv'} (will be created)"
     assert facts["direct I/O"] in {"yes", "no"}
-    assert "0 B are held there" in facts["free"]
+    assert "0 B in files there" in facts["free"]
     assert {"msgspec", "xxhash"} <= found.facts["libraries"].keys()
     assert not list(tmp_path.iterdir())
 
@@ -49,7 +49,7 @@ def test_it_may_be_asked_while_an_event_loop_runs(tmp_path):
 
 def test_a_capacity_that_the_disk_does_not_have(tmp_path):
     (warning,) = preflight(config(files(tmp_path, capacity="1000 TiB"))).warnings
-    assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, and {tmp_path} has room for ")
+    assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, but {tmp_path} has room for only ")
 
 
 def test_an_arena_that_the_machine_does_not_have(monkeypatch, tmp_path):
@@ -71,9 +71,9 @@ def test_a_directory_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     for path, says in (
         (tmp_path / "none" / "kv", f"{tmp_path / 'none'} does not exist"),
-        (tmp_path / "file", f"{tmp_path / 'file'} is no directory"),
-        (tmp_path / "file" / "kv", f"{tmp_path / 'file'} is no directory"),
-        ("/proc/kv", "/proc cannot be written"),
+        (tmp_path / "file", f"{tmp_path / 'file'} is not a directory"),
+        (tmp_path / "file" / "kv", f"{tmp_path / 'file'} is not a directory"),
+        ("/proc/kv", "access to /proc is denied"),
     ):
         if path == "/proc/kv" and os.access("/proc", os.W_OK):
             continue  # root may write everywhere, it seems
@@ -181,7 +181,7 @@ def test_check_looks_there_unless_it_is_told_not_to(tmp_path, capsys, monkeypatc
     )
     assert main(["check", str(stack)]) == 0
     told = capsys.readouterr()
-    assert f"  two: directory {tmp_path}/kv (will be made); free " in told.out
+    assert f"  two: directory {tmp_path}/kv (will be created); free " in told.out
     assert "  libraries: kvladder " in told.out
 
 
