@@ -161,7 +161,7 @@ class Connector(ABC):
         get the result's ``floor`` as ``parent_floor``.
         """
         if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks: expected one each")
         said = priorities is not None
         save = self.manager.save(
             keys,

@@ -44,7 +44,7 @@ def parse_extra(extra: Mapping[str, Any], wanted: type[T], where: str) -> tuple[
     rest = {key: value for key, value in extra.items() if key not in own}
     if options.config is None and not rest:
         hint = 'expected "config" with the path of a stack.yaml, or "host" with a size'
-        raise ConfigError("no stack", path=where, hint=hint)
+        raise ConfigError("no stack is given", path=where, hint=hint)
     if options.config is not None and rest:
         hint = f"move it into {options.config}"
         raise ConfigError(

@@ -403,8 +403,8 @@ class Prefixes:
         held, size = cache.get_seq_length(), self._scheme.block_tokens
         certain = getattr(cache, "certain", held)
         if len(cache.layers) != len(self._shapes):
-            what = f"{len(cache.layers)} layers"
-            raise LayoutError(what, hint=f"expected the {len(self._shapes)} of the model")
+            what = f"the cache has {len(cache.layers)} layers"
+            raise LayoutError(what, hint=f"expected {len(self._shapes)}, as in the model")
         if certain == held and len(tokens) not in (held, held + 1):
             what = f"{len(tokens)} tokens for a cache that holds {held}"
             hint = f"expected {held}, or {held + 1} with the last generated token: all tokens"

@@ -109,7 +109,7 @@ def kept_by_layers(model: Any, *, context: int) -> list[LayerResources]:
     found: list[LayerResources] = []
     for number, (layer, handlers) in enumerate(zip(layers, collected(layers), strict=True)):
         if type(layer) not in _KNOWN:
-            what = f"layer {number}: {type(layer).__name__}"
+            what = f"layer {number} caches a {type(layer).__name__}"
             raise LayoutError(what, hint="expected keys and values per token, states, or both")
         found.append(LayerResources(_shape(layer, context), _states(number, layer), handlers))
     if not any(one.handlers for one in found):

@@ -80,7 +80,7 @@ def sources(model: Any) -> dict[int, int]:
             continue
         if source is None:
             what = f"layer {layer} reads keys of another layer, and kvladder does not know which"
-            raise ConfigError(what, path="gpu.windows", hint="leave it out")
+            raise ConfigError(what, path="gpu.windows", hint="leave this out")
         found[layer] = source
     return found
 

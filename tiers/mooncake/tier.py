@@ -212,7 +212,9 @@ class MooncakeTier(Tier):
                     codes[n] = NOT_THERE
         if all(code < 0 and code not in ABSENT for code in codes.values()):
             if LEASE_OVER in codes.values():
-                raise TierError("reading takes longer than the master's --default_kv_lease_ttl")
+                raise TierError(
+                    "reads take longer than the master's --default_kv_lease_ttl: increase it"
+                )
             raise TierError(f"no node answers: error {codes[0]}")
         said = {True: True, False: None}  # a silent node's blocks may be there later
         return [False if codes[n] in ABSENT else said[codes[n] >= 0] for n in range(len(reads))]

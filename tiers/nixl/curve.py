@@ -104,7 +104,7 @@ def read_keys(path: str) -> KeyFile:
         why = error.strerror if isinstance(error, OSError) else "not a key file"
         raise ConfigError(f"{path}: {why}", path="keys", hint=HINT) from None
     if not keys.peers and not any(tenant.peers for tenant in keys.tenants):
-        raise ConfigError(f"{path} names no peer", path="keys", hint=HINT)
+        raise ConfigError(f"{path} lists no peer", path="keys", hint=HINT)
     return keys
 
 

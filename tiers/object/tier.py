@@ -123,7 +123,7 @@ class ObjectTier(Tier):
 
     def _made(self, limit_s: float) -> Any:
         """Return a client for the URL's store; its retries end within ``limit_s``."""
-        url, path, hint = self.options.url, "options", "docs/how-to/object.md says which there are"
+        url, path, hint = self.options.url, "options", "docs/how-to/object.md lists the options"
         config, client = self.options.split()
         limit = timedelta(seconds=limit_s)
         backoff = {"init_backoff": limit / 50, "max_backoff": limit / 5, "base": 2}

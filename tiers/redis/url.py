@@ -183,7 +183,7 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
             )
         if len(url.addresses) > 1 and not (self.sentinel or self.cluster):
             hint = "set sentinel to the master's name, or cluster: true"
-            raise ConfigError("several hosts", path="url", hint=hint)
+            raise ConfigError("several hosts, without sentinel or cluster", path="url", hint=hint)
         if (self.sentinel_username or self.sentinel_password) and not self.sentinel:
             raise ConfigError("has no effect", path="sentinel_password", hint="set sentinel")
 
