@@ -27,8 +27,8 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "model": "a path: the weights and the files in it name the blocks",
     "tokenizer": "blocks are named by tokens",
     "skip_tokenizer_init": "blocks are named by tokens",
-    "kv_connector_config": "it says how a connector is found",
-    "kv_cache_config": "its fields are taken one by one",
+    "kv_connector_config": "where the connector is",
+    "kv_cache_config": "its fields are taken separately",
     "kv_cache_config.max_tokens": "how much the pool holds",
     "kv_cache_config.free_gpu_memory_fraction": "how much the pool holds",
     "kv_cache_config.max_gpu_total_bytes": "how much the pool holds",
@@ -38,9 +38,9 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "max_num_tokens": "how many tokens a step computes",
     "scheduler_config": "which request comes next",
     "cuda_graph_config": "how the same kernels are launched",
-    "return_perf_metrics": "what is told of requests",
-    "iter_stats_max_iterations": "what is told of steps",
-    "request_stats_max_iterations": "what is told of requests",
+    "return_perf_metrics": "which facts of requests are reported",
+    "iter_stats_max_iterations": "which facts of steps are reported",
+    "request_stats_max_iterations": "which facts of requests are reported",
     "postprocess_tokenizer_dir": "how answers become text",
     "num_postprocess_workers": "how answers become text",
     "garbage_collection_gen0_threshold": "when Python collects garbage",
@@ -59,7 +59,7 @@ SWITCHES: Final = (
 """Environment variables of TensorRT-LLM that change results but have none of its prefixes."""
 PREFIXES: Final = ("TRTLLM_", "TLLM_", "TRT_LLM_", "FLA_")
 SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = {
-    "TRTLLM_KVLADDER*": "it says how this connector works",
+    "TRTLLM_KVLADDER*": "how this connector works",
     "TLLM_SPAWN_PROXY_PROCESS*": "how the processes of one run find each other",
     "*_DISAGG_*": "which part of a deployment a server is",
     "*_RAY_*": "where processes run",
