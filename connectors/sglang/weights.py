@@ -84,9 +84,9 @@ class WeightsTracker:
             missing.append(f"{TREE}.reset")
         if missing:
             logger.warning(
-                "this version of SGLang has no %s, so kvladder may miss a change of weights: detach"
-                " the storage before you change weights, and flush the cache before you attach it"
-                " again",
+                "this version of SGLang has no %s, so kvladder may miss a change of weights or a"
+                " flush: detach the storage before you change weights, and flush the cache before"
+                " you attach it again",
                 ", ".join(missing),
             )
 

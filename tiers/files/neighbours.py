@@ -57,7 +57,7 @@ def keep_fields(
         replace_file(disk, path, data)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        say(f"{path} cannot be written: {why}. Later starts cannot report changed settings")
+        say(f"{path} cannot be written: {why}. Later starts cannot report changed fields")
 
 
 def neighbours(
