@@ -130,7 +130,9 @@ class Connector(ABC):
         slots = match.slots[first : first + len(blocks)]
         if len(slots) < len(blocks):
             match.release()
-            raise ValueError(f"{len(blocks)} blocks from {first} on, but {match.blocks} matched")
+            raise ValueError(
+                f"{len(blocks)} blocks to load from number {first} on, but {match.blocks} matched"
+            )
         job = CopyJob(JobId(next(self._ids)), "onboard", tuple(blocks), tuple(slots), group)
         return self._begin(job, match)
 
@@ -159,7 +161,7 @@ class Connector(ABC):
         get the result's ``floor`` as ``parent_floor``.
         """
         if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks: expected one each")
         said = priorities is not None
         save = self.manager.save(
             keys,

@@ -44,8 +44,10 @@ def parse_extra(extra: Mapping[str, Any], wanted: type[T], where: str) -> tuple[
     rest = {key: value for key, value in extra.items() if key not in own}
     if options.config is None and not rest:
         hint = 'expected "config" with the path of a stack.yaml, or "host" with a size'
-        raise ConfigError("no stack", path=where, hint=hint)
+        raise ConfigError("no stack is given", path=where, hint=hint)
     if options.config is not None and rest:
-        hint = f"put it into {options.config}"
-        raise ConfigError("stands beside config", path=f"{where}.{next(iter(rest))}", hint=hint)
+        hint = f"move it into {options.config}"
+        raise ConfigError(
+            "cannot be combined with config", path=f"{where}.{next(iter(rest))}", hint=hint
+        )
     return options, load_config(rest if options.config is None else options.config)

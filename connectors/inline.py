@@ -44,7 +44,7 @@ class InlineConnector(Connector):
         pages = BlockPages.of(tensors, blocks=blocks)
         if pages.block_bytes != manager.layout.block_bytes:
             what = f"a block takes {pages.block_bytes} bytes in the tensors"
-            raise LayoutError(what, hint=f"the cache's layout says {manager.layout.block_bytes}")
+            raise LayoutError(what, hint=f"expected {manager.layout.block_bytes}")
         self._keys = KeyScheme(manager.namespace, block_tokens=manager.layout.block_tokens)
         self._copier: Copier = copier_for(pages, manager.arena)
 

@@ -77,7 +77,7 @@ class LocalListener:
                 connection = self._listener.accept()
             except OSError as error:
                 if not self._closed:
-                    self._say(f"no rank can come for now: {error!r}")
+                    self._say(f"ranks cannot connect for now: {error!r}")
                 wait([self._ending], PAUSE_S)  # the cause may last: do not spin
                 continue
             self._start(self._attend, serve, connection)

@@ -21,26 +21,24 @@ from kvladder.connectors.weights import downloaded
 from kvladder.errors import ConfigError
 
 FILES_LEFT_OUT: Final[Mapping[str, str]] = {
-    "weights, which a field of its own tells apart": "*.safetensors *.bin *.pt *.pth *.gguf",
+    "weights: another field identifies them": "*.safetensors *.bin *.pt *.pth *.gguf",
     "weights for other engines": "*.h5 *.msgpack *.onnx *.onnx_data *.ot *.tflite *.mlmodel *.nemo",
-    "texts and pictures for people": (
+    "documentation and pictures": (
         "README* LICENSE* NOTICE* *.md *.pdf *.png *.jpg *.jpeg *.gif *.svg"
     ),
-    "what tools keep beside a model: versions, downloads, compiled code": ".* __pycache__",
-    "how messages become text, whose tokens name the blocks": (
+    "files of tools: versions, downloads, compiled code": ".* __pycache__",
+    "how messages become text: the tokens of the text name the blocks": (
         "chat_template.json chat_template.jinja *.jinja additional_chat_templates"
     ),
-    "how the next token is chosen: a block is named by the tokens that were": (
-        "generation_config.json"
-    ),
-    "which file has which tensor: the weights themselves are told apart": (
+    "how the next token is chosen: the chosen tokens name the blocks": ("generation_config.json"),
+    "which file has which tensor: another field identifies the weights": (
         "*.safetensors.index.json *.safetensors.index.*.json *.bin.index.json *.bin.index.*.json"
     ),
 }
 """Files of a model's folder that do not count for block names: file patterns by reason."""
 
 TOKENIZERS: Final[Mapping[str, str]] = {
-    "how text becomes tokens, by which blocks are named, where nothing but prompts needs it": (
+    "how text becomes tokens, if only prompts need it: the tokens name the blocks": (
         "tokenizer.json tokenizer_config.json tokenizer.model tokenizer.model.v* vocab.json"
         " vocab.txt merges.txt special_tokens_map.json added_tokens.json spiece.model"
         " sentencepiece.bpe.model *.tiktoken"

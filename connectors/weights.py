@@ -72,7 +72,7 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
     except OSError as error:
         what = f"{error.filename or path}: {error.strerror}"
         where = "model.fingerprint"
-        raise ConfigError(what, path=where, hint="expected weights that can be read") from error
+        raise ConfigError(what, path=where, hint="expected readable weight files") from error
     return whole.hexdigest()
 
 
@@ -98,9 +98,9 @@ def read_weights_digest(name: str, *, revision: str | None = None) -> str:
         late = [Path(str(error.filename or path))]
     if late:
         raise ConfigError(
-            f"{late[0]} was replaced after the engine began: which weights it has is not known",
+            f"{late[0]} was replaced after the engine began, so the weights in use are unknown",
             path="model.fingerprint",
-            hint="start the engine again; or set it to text of your own that changes whenever"
+            hint="restart the engine; or set it to text of your own that changes whenever"
             " the weights do",
         )
     return digest

@@ -62,7 +62,7 @@ class Medium:
         The number of blocks overwritten, which also survives a power cut, and the place where the
         next step begins, or None at the end.
         """
-        raise TierError("there is nothing to erase", temporary=False)
+        raise TierError("this tier does not implement erase", temporary=False)
 
     def spare(self, salt: bytes) -> float:
         """Return how many more blocks of one salt the tier takes now; infinity without a quota.
@@ -167,7 +167,7 @@ class Tier(Medium, ABC):
         other calls run in between. ``salt`` is a ``Facts.salt``; None means all salts. Returns the
         number of removed blocks.
         """
-        raise TierError("only a shared tier is purged", temporary=False)
+        raise TierError("this tier does not implement purge", temporary=False)
 
     async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         """Yield batches of the blocks that an earlier process stored under the same namespace.

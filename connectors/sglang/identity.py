@@ -101,7 +101,7 @@ def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
 def require_named(fingerprint: str) -> None:
     """Raise ConfigError if SGLang's page hash and our digest of the weights may be ambiguous."""
     if getattr(engine.get_mm(), "trust_mm_content_hashes", False):
-        what = "clients name images: two may come under one name"
+        what = "clients choose the names of images, so two images may have one name"
         raise ConfigError(what, path="--trust-mm-content-hashes", hint="leave it out")
     if fingerprint != AUTO:
         return

@@ -130,7 +130,7 @@ def _weights(model: Any) -> str:
         The model is not a PyTorch module, or a tensor is not in this process's memory.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{type(model).__name__} is no module of PyTorch")
+        raise ConfigError(f"{type(model).__name__} is not a PyTorch module")
     return tensors_digest(tensors_of(model), device_of(model))
 
 

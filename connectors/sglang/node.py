@@ -227,7 +227,7 @@ class CacheClient:
         hello = _hello.decode(told) if told else None
         if hello is None or self._hello not in {None, hello}:
             connection.close()
-            why = "it is another one" if told else f"it needs more than {within_s:g} s"
+            why = "another process owns the stack" if told else f"no greeting in {within_s:g} s"
             raise ConnectionError(why)
         self._hello = hello
         return connection, hello
@@ -254,7 +254,7 @@ class CacheClient:
                 connection.send_bytes(_encode(Ask(verb, batch)))
                 while True:
                     if not connection.poll(max(0.0, end_s - now())):
-                        raise TimeoutError("it takes too long")
+                        raise TimeoutError("no answer in time")
                     told = _answer.decode(connection.recv_bytes())
                     if isinstance(told, Over):
                         is_over = True
@@ -274,8 +274,8 @@ class CacheClient:
         if not self._is_lost:
             self._is_lost = True
             logger.warning(
-                "the rank that owns kvladder's stack does not answer (%r): nothing is cached for"
-                " this one until it does",
+                "the rank that owns kvladder's stack does not answer (%r): this rank caches nothing"
+                " until it does",
                 error,
             )
 
@@ -313,7 +313,7 @@ def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
         except (*GONE, ArenaError) as error:  # the owner is just closing, or failed
             if SystemClock().now() >= end_s:
                 what = f"the rank that owns kvladder's stack could not open it: {error!r}"
-                raise ConfigError(what, hint="see its message above") from error
+                raise ConfigError(what, hint="see the error of that rank in the log") from error
             threading.Event().wait(POLL_S)
     try:
         return CacheServer(open_stack(), lines)

@@ -32,17 +32,18 @@ def parse(extra: Mapping[str, Any]) -> StackConfig:
         a secret stands where SGLang logs it.
     """
     if not extra.get("interface_v1"):
-        hint = 'write "interface_v1": 1, or SGLang copies each page twice'
+        hint = 'set "interface_v1": 1, or SGLang copies each page twice'
         raise ConfigError("missing", path=f"{WHERE}.interface_v1", hint=hint)
     ours = {name: value for name, value in extra.items() if name not in SGLANGS}
     for path in _secrets(WHERE, ours):
-        what = "SGLang logs its arguments when it starts: this would be readable there"
+        what = "SGLang logs its arguments when it starts, so the log would show this secret"
         raise ConfigError(what, path=path, hint='put it into a file: "config": "stack.yaml"')
     _, config = parse_extra(ours, ExtraOptions, WHERE)
     deadline = config.fetch.deadline_s
     if deadline > DEADLINE_MAX:
         hint = (
-            f"at most {DEADLINE_MAX}: SGLang ends if a call takes 10 s while its cache is flushed"
+            f"expected at most {DEADLINE_MAX}: SGLang exits if a call takes 10 s while its cache is"
+            " flushed"
         )
         with config.source.explained():
             raise ConfigError(str(deadline), path="fetch.deadline", hint=hint)

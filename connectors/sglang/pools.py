@@ -80,8 +80,8 @@ def pool_of(held: Any, name: str, ranks: Any, group: int) -> RankPool:
         _, sizes = held.get_page_buffer_meta(torch.arange(page))
     except (AttributeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
         kind = type(held).__name__
-        what = f"the host pool {name!r}, a {kind}, does not tell where a page lies: {error}"
-        hint = "--hicache-mem-layout page_first_direct, or page_first or layer_first"
+        what = f"the host pool {name!r}, a {kind}, does not report where a page lies: {error}"
+        hint = "use --hicache-mem-layout page_first_direct, page_first or layer_first"
         raise LayoutError(what, hint=hint) from error
     page_bytes = int(sum(sizes))
     return RankPool(name, held, page, page_bytes, group, _mark(held, name, ranks, page_bytes))
@@ -119,5 +119,7 @@ def require_stored(pool: RankPool, ranks: Any) -> None:
     if not ranks.is_mla_model or ranks.tp_size == 1 or pool.name == "mamba":
         return
     if is_sharded(pool.held, pool.name, ranks):
-        what = f"each rank has heads of its own in the pool {pool.name!r}, and only one stores them"
-        raise LayoutError(what, hint="--tp-size 1, or a draft model without such a pool")
+        what = (
+            f"each rank has its own heads in the pool {pool.name!r}, but only one rank stores them"
+        )
+        raise LayoutError(what, hint="use --tp-size 1, or a draft model without such a pool")

@@ -130,11 +130,14 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         pool = pool_of(host_pool, name, self._ranks, len(self._pools))
         require_stored(pool, self._ranks)
         if 0 < self._slot_bytes < pool.page_bytes:
-            what = f"a page of the pool {name!r}, which came late, has {pool.page_bytes} bytes"
-            raise LayoutError(what, hint=f"the slots of the arena have {self._slot_bytes}")
+            what = f"the pool {name!r} was added after the stack opened"
+            what += f", and its pages have {pool.page_bytes} bytes"
+            hint = f"expected at most {self._slot_bytes} bytes, the size of a slot of the arena"
+            raise LayoutError(what, hint=hint)
         if self.manager is not None and self.manager.kinds:
-            what = f"the pool {name!r} came late: codecs do not know whether they may change it"
-            raise LayoutError(what, hint="leave the codecs out that are not for all layers")
+            what = f"the pool {name!r} was added after the stack opened"
+            hint = "leave out codecs that are limited to some kinds of layers"
+            raise LayoutError(f"{what}, and a codec is limited to some kinds of layers", hint=hint)
         self._pools[name] = pool
 
     def on_host_pools_registered(self) -> None:
@@ -154,7 +157,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._slot_bytes = layout.slot_bytes
         watch.tell(self, settings.model.fingerprint)
         if self.manager is None:
-            logger.info("kvladder is ready: this rank uses the stack of another one")
+            logger.info("kvladder is ready: this rank uses the stack of another rank")
             return
         logger.info("kvladder is ready: %s", "\n".join(settings.summary(layout)))
         logger.debug("kvladder's settings\n%s", self.manager.describe())
@@ -165,7 +168,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         """Serve and store nothing from now on: page names still refer to the earlier weights."""
         if self._node is not None:
             self._node = None
-            logger.warning("the weights change: kvladder is out of use until it is attached anew")
+            logger.warning("the weights change: kvladder caches nothing until it is attached again")
 
     # ---- what SGLang asks for, in pages of one prefix
 
@@ -195,7 +198,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return set(range(1, node.reach(batch) + 1))
         if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
-            raise ValueError(f"it is not known how {transfer.hit_policy} counts pages")
+            raise ValueError(f"unknown hit policy: {transfer.hit_policy}")
         window, run, found = max(1, len(transfer.keys or ())), 0, set[int]()
         for length, is_here in enumerate(node.holding(batch), 1):
             run = run + 1 if is_here else 0
@@ -363,10 +366,10 @@ def _require_shared(ranks: Any, settings: StackConfig) -> None:
         return
     if not any(level.make.shared and level.when == "commit" for level in settings.levels):
         raise ConfigError(
-            "with latent attention one rank of SGLang stores what all of them read, on several"
-            " machines, and none of these tiers is shared",
+            "with latent attention, one rank of SGLang stores the pages for the ranks on all"
+            " machines, but no shared tier has when: commit",
             path="tiers",
-            hint="expected one that machines share, such as redis, with when: commit",
+            hint="expected a tier that machines share, such as redis, with when: commit",
         )
 
 
@@ -378,11 +381,12 @@ def _warnings(settings: StackConfig, page_tokens: int) -> Iterator[str]:
     late = late_levels(settings)
     if late:
         yield (
-            f"SGLang ends its processes at once: what {settings.host.name} has not handed to"
-            f" {' and '.join(late)} by then is lost. Use when: commit for that tier."
+            "SGLang ends its processes without waiting: blocks that"
+            f" {settings.host.name} has not passed on to {' and '.join(late)} are lost."
+            " Use when: commit for that tier."
         )
     if page_tokens < PAGE_TOKENS_FEW:
         yield (
-            f"--page-size is {page_tokens}: each page is looked up, checked and copied by itself."
+            f"--page-size is {page_tokens}: each page is looked up, checked and copied separately."
             " Use --page-size 64."
         )

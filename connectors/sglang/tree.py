@@ -60,8 +60,8 @@ class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._can_tell = not missing
         if missing:
             logger.warning(
-                "this SGLang's tree lacks %s: priorities and salts of requests are not known to"
-                " kvladder, all pages have priority %d and no salt",
+                "the tree of this version of SGLang lacks %s, so kvladder does not know priorities"
+                " and salts of requests: all pages have priority %d and no salt",
                 ", ".join(missing),
                 PRIORITY_DEFAULT,
             )

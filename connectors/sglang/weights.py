@@ -84,8 +84,9 @@ class WeightsTracker:
             missing.append(f"{TREE}.reset")
         if missing:
             logger.warning(
-                "this SGLang has no %s: detach the storage before you change weights while it runs,"
-                " and flush the cache before you attach it again",
+                "this version of SGLang has no %s, so kvladder may miss a change of weights or a"
+                " flush: detach the storage before you change weights, and flush the cache before"
+                " you attach it again",
                 ", ".join(missing),
             )
 
@@ -127,7 +128,7 @@ class WeightsTracker:
         """Raise ConfigError if pages could get a name that does not match their weights."""
         if self._are_away:
             raise ConfigError(
-                "SGLang has given back the memory of its weights, so they cannot be read",
+                "SGLang has released the memory of its weights, so they cannot be read",
                 hint="let it resume (POST /resume_memory_occupation), then attach kvladder",
             )
         if self._is_stale:
@@ -138,9 +139,9 @@ class WeightsTracker:
             )
         if fingerprint in self._spent:
             raise ConfigError(
-                f"weights were changed since {fingerprint!r} named them",
+                f"the weights have changed since they were named {fingerprint!r}",
                 path="model.fingerprint",
-                hint="expected other text, or auto: then the weights in memory are digested",
+                hint="set another text, or auto to read the weights in memory",
             )
 
 

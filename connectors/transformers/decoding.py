@@ -38,7 +38,7 @@ class BeamSearch:
 
     def __init__(self, beams: int, tokens_max: int, *, ends: Collection[int] = ()) -> None:
         if beams < 2:
-            raise ValueError(f"{beams} beams: expected 2 or more, or none at all")
+            raise ValueError(f"{beams} beams: expected 2 or more; use no BeamSearch for 1")
         self.texts: list[list[int]] = [[]]
         """Open texts, the best first; once ``done``, only the best ended text."""
         self.done = False

@@ -219,15 +219,21 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         return given
 
     def _require(self, new: torch.Tensor, at: int) -> None:
-        hint = "a cache of this model's own: GrowingCache(model.config)"
+        hint = "expected a cache of this model: GrowingCache(model.config)"
         if at >= len(self.layers):
-            raise LayoutError(f"layer {at} of a cache with {len(self.layers)}", hint=hint)
+            raise LayoutError(
+                f"the cache has {len(self.layers)} layers, and no layer {at}", hint=hint
+            )
         if not hasattr(self.layers[at], "update"):
-            raise LayoutError(f"layer {at} keeps a state, not keys and values", hint=hint)
+            raise LayoutError(
+                f"layer {at} of the cache keeps a state, not keys and values", hint=hint
+            )
         held = self.layers[at].keys
         if held is not None and held.numel() and held.shape[1::2] != new.shape[1::2]:
             kept, come = (f"{one.shape[1]} heads of {one.shape[3]}" for one in (held, new))
-            raise LayoutError(f"layer {at} holds {kept}, and gets {come}", hint=hint)
+            raise LayoutError(
+                f"layer {at} of the cache has {kept}, but the model has {come}", hint=hint
+            )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``n`` continue from the tokens of row ``beam_idx[n]``."""
@@ -328,7 +334,7 @@ class Prefixes:
         self._shapes = layer_shapes(model, context=1 << 62)
         for number, shape in enumerate(self._shapes):
             if shape.window:
-                what = f"layer {number} sees a window of {shape.window} tokens"
+                what = f"layer {number} has a window of {shape.window} tokens"
                 raise LayoutError(what, hint="expected full attention in all layers")
         require_fixed(model)
         self._weights = Watched(model)
@@ -397,12 +403,12 @@ class Prefixes:
         held, size = cache.get_seq_length(), self._scheme.block_tokens
         certain = getattr(cache, "certain", held)
         if len(cache.layers) != len(self._shapes):
-            what = f"{len(cache.layers)} layers"
-            raise LayoutError(what, hint=f"expected the {len(self._shapes)} of the model")
+            what = f"the cache has {len(cache.layers)} layers"
+            raise LayoutError(what, hint=f"expected {len(self._shapes)}, as in the model")
         if certain == held and len(tokens) not in (held, held + 1):
             what = f"{len(tokens)} tokens for a cache that holds {held}"
-            hint = f"expected {held}, or {held + 1} with the one that was generated last: all"
-            raise LayoutError(what, hint=f"{hint} tokens of row 0, without padding before them")
+            hint = f"expected {held}, or {held + 1} with the last generated token: all tokens"
+            raise LayoutError(what, hint=f"{hint} of row 0, without padding before them")
         self._follow()
         if getattr(cache, "began", 0) != self._weights.changes:
             return 0

@@ -97,23 +97,23 @@ def kept_by_layers(model: Any, *, context: int) -> list[LayerResources]:
     for name, module in model.named_modules():
         if hasattr(module, "recurrent_states"):  # RecurrentGemma, for example
             what = f"{name} keeps its state in the model, not in the cache"
-            raise LayoutError(what, hint="expected a model that keeps all of it in its cache")
+            raise LayoutError(what, hint="expected a model that keeps all its states in the cache")
     kind = type(model).__name__
-    hint = "expected a model that keeps all of it in transformers' own cache"
+    hint = "expected a model that keeps everything in transformers' own cache"
     try:
         layers = cache_after(model, 1).layers
     except (AttributeError, TypeError, ValueError) as error:
         said = " ".join(str(error).split())
-        what = f"{kind} does not take transformers' cache: {type(error).__name__}: {said}"
+        what = f"{kind} does not accept transformers' cache: {type(error).__name__}: {said}"
         raise LayoutError(what, hint=hint) from error
     found: list[LayerResources] = []
     for number, (layer, handlers) in enumerate(zip(layers, collected(layers), strict=True)):
         if type(layer) not in _KNOWN:
-            what = f"layer {number}: {type(layer).__name__}"
+            what = f"layer {number} caches a {type(layer).__name__}"
             raise LayoutError(what, hint="expected keys and values per token, states, or both")
         found.append(LayerResources(_shape(layer, context), _states(number, layer), handlers))
     if not any(one.handlers for one in found):
-        raise LayoutError(f"{kind} keeps nothing in the cache that it is given", hint=hint)
+        raise LayoutError(f"{kind} does not use the cache object passed to it", hint=hint)
     return found
 
 
@@ -132,7 +132,11 @@ def _states(number: int, layer: Any) -> list[StateShape]:
     kept = [at for at in recurrent if recurrent[at] is not None or inputs[at] is not None]
     for at in kept:  # a layer of experts alone, as in Nemotron-H, has neither
         if recurrent[at] is None or inputs[at] is None:
-            what = "a convolution without a state" if recurrent[at] is None else "a state alone"
+            what = (
+                "a convolution without a state"
+                if recurrent[at] is None
+                else "a state without a convolution"
+            )
             hint = "expected a recurrent state and the convolution before it"
             raise LayoutError(f"layer {number}: {what}", hint=hint)
     return [StateShape(recurrent[at].shape[1:], inputs[at].shape[1:]) for at in kept]
@@ -262,9 +266,9 @@ def in_blocks(kept: Sequence[LayerResources], memory: PlanMemory) -> list[PagedL
         for one in layer.handlers:
             if one.name in apart:
                 hint = "expected a state and a convolution that its pool takes"
-                raise LayoutError(f"{one.name} is by itself: {apart[one.name]}", hint=hint)
+                raise LayoutError(f"{one.name} fits into no pool: {apart[one.name]}", hint=hint)
             if one.name not in {*names, f"{at}.kv", f"{at}.latent"}:
-                hint = "such layers can be planned, and run by an engine of your own"
+                hint = "such layers can be planned, but need an engine of your own to run"
                 raise LayoutError(f"layer {at} keeps {one.name}", hint=hint)
         states = [
             StateBlocks(

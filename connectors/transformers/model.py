@@ -54,7 +54,7 @@ def layer_shapes(model: Any, *, context: int) -> list[LayerShape]:
     shapes: list[LayerShape] = []
     for number, kept in enumerate(kept_by_layers(model, context=context)):
         if kept.shape is None or kept.states:
-            raise LayoutError(f"layer {number} has a state", hint="expected keys and values alone")
+            raise LayoutError(f"layer {number} has a state", hint="expected only keys and values")
         shapes.append(kept.shape)
     return shapes
 
@@ -305,8 +305,8 @@ class PooledModel:
         """Raise ConfigError if the model keeps states: its requests cannot have drafts."""
         if self._by_states:
             name = next(one.name for one in self.plan.states)
-            hint = "expected keys and values alone: leave the drafts out; beams work"
-            what = f"{name} is a state, from which no wrong token can be taken back"
+            hint = "expected only keys and values: leave the drafts out; beams are supported"
+            what = f"{name} is a state, and wrong drafts cannot be removed from a state"
             raise ConfigError(what, path="drafts", hint=hint)
 
     def _require_verifiable(self, request: Request, new: int, count: int) -> None:
@@ -314,9 +314,7 @@ class PooledModel:
         self.require_drafts()
         left = len(request.tokens) - request.computed
         if not 0 < count < left == new:
-            hint = (
-                f"expected 0 .. {new - 1}, and {left} tokens left, of which a pass computes {new}"
-            )
+            hint = f"expected 0 .. {new - 1}, and {new} tokens left, found {left}"
             raise ValueError(f"{count} drafts: {hint}")
 
     def _timed(self, rows: Sequence[Request], new: int, wanted: int) -> torch.Tensor:

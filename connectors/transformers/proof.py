@@ -44,7 +44,7 @@ def first_layer(model: Any, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.
             model(ids, past_key_values=_Asking(config=model.config), use_cache=True)
     except _Answered as answer:
         return answer.states
-    raise LayoutError("the model keeps nothing in the cache that it is given")
+    raise LayoutError("the model does not use the cache object passed to it")
 
 
 def require_row(model: Any, cache: Any, tokens: Sequence[int]) -> None:
@@ -56,5 +56,5 @@ def require_row(model: Any, cache: Any, tokens: Sequence[int]) -> None:
         most = TOLERANCE * right.float().square().sum((0, 2)).sqrt()
         wrong = (~(off <= most)).nonzero()
         if len(wrong):
-            what = f"row 0 of the cache holds, as token {int(wrong[0])}, another one"
+            what = f"row 0 of the cache has another token at position {int(wrong[0])}"
             raise LayoutError(what, hint=HINT)

@@ -63,8 +63,10 @@ class Rotations:
             fixed = _fixed(one, context)
             answers = [part for call in one.calls for part in _ask(fixed, call, range(PROBED))]
             if not _alike(fixed, one.calls, context):
-                hint = "expected a shorter context, up to which the rotation stays the same"
-                raise LayoutError(f"{_depends(one)}, up to {context}", path="context", hint=hint)
+                hint = "expected a shorter context, within which the rotation stays the same"
+                raise LayoutError(
+                    f"{_depends(one)}, within {context} tokens", path="context", hint=hint
+                )
             self._held.append((one.module, fixed))
             state.update(one.name.encode() + b"".join(map(digest, answers)))
         if self._held:
@@ -89,13 +91,13 @@ class Rotations:
 def require_fixed(model: Any) -> None:
     """Raise LayoutError if a rotation of the model depends on the length of the text."""
     for one in dependent(model):
-        hint = "use PooledModel, whose context says which rotation all texts have"
+        hint = "use PooledModel, which uses the rotation of its context for all texts"
         raise LayoutError(_depends(one), hint=hint)
 
 
 def _depends(one: Rotary) -> str:
     kind = getattr(one.module, "rope_type", type(one.module).__name__)
-    return f"{one.name} ({kind}) rotates tokens by the length of the text"
+    return f"the rotation of {one.name} ({kind}) depends on the length of the text"
 
 
 def dependent(model: Any) -> list[Rotary]:

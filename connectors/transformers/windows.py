@@ -65,8 +65,8 @@ def sources(model: Any) -> dict[int, int]:
     """
     said = model.config._attn_implementation
     if said != USUAL:
-        hint = f'load the model with attn_implementation="{USUAL}", or leave it out'
-        raise ConfigError(f"attention by {said!r}", path="gpu.windows", hint=hint)
+        hint = f'load the model with attn_implementation="{USUAL}", or leave this out'
+        raise ConfigError(f"the model uses attention {said!r}", path="gpu.windows", hint=hint)
     cache = _Given(model.config)
     token = _looking.set(cache)
     try:
@@ -79,8 +79,8 @@ def sources(model: Any) -> dict[int, int]:
         if layer in kept:
             continue
         if source is None:
-            what = f"layer {layer} reads keys of no layer that is known to keep them"
-            raise ConfigError(what, path="gpu.windows", hint="leave it out")
+            what = f"layer {layer} reads keys of another layer, and kvladder does not know which"
+            raise ConfigError(what, path="gpu.windows", hint="leave this out")
         found[layer] = source
     return found
 

@@ -27,8 +27,8 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "model": "a path: the weights and the files in it name the blocks",
     "tokenizer": "blocks are named by tokens",
     "skip_tokenizer_init": "blocks are named by tokens",
-    "kv_connector_config": "it says how a connector is found",
-    "kv_cache_config": "its fields are taken one by one",
+    "kv_connector_config": "where the connector is",
+    "kv_cache_config": "its fields are taken separately",
     "kv_cache_config.max_tokens": "how much the pool holds",
     "kv_cache_config.free_gpu_memory_fraction": "how much the pool holds",
     "kv_cache_config.max_gpu_total_bytes": "how much the pool holds",
@@ -38,9 +38,9 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "max_num_tokens": "how many tokens a step computes",
     "scheduler_config": "which request comes next",
     "cuda_graph_config": "how the same kernels are launched",
-    "return_perf_metrics": "what is told of requests",
-    "iter_stats_max_iterations": "what is told of steps",
-    "request_stats_max_iterations": "what is told of requests",
+    "return_perf_metrics": "which facts of requests are reported",
+    "iter_stats_max_iterations": "which facts of steps are reported",
+    "request_stats_max_iterations": "which facts of requests are reported",
     "postprocess_tokenizer_dir": "how answers become text",
     "num_postprocess_workers": "how answers become text",
     "garbage_collection_gen0_threshold": "when Python collects garbage",
@@ -59,7 +59,7 @@ SWITCHES: Final = (
 """Environment variables of TensorRT-LLM that change results but have none of its prefixes."""
 PREFIXES: Final = ("TRTLLM_", "TLLM_", "TRT_LLM_", "FLA_")
 SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = {
-    "TRTLLM_KVLADDER*": "it says how this connector works",
+    "TRTLLM_KVLADDER*": "how this connector works",
     "TLLM_SPAWN_PROXY_PROCESS*": "how the processes of one run find each other",
     "*_DISAGG_*": "which part of a deployment a server is",
     "*_RAY_*": "where processes run",
@@ -99,7 +99,7 @@ def regions_of(layout: Any) -> dict[str, torch.Tensor]:
     groups = list(layout.groups)
     if len(groups) != 1 or groups[0].window_size is not None:
         kinds = [getattr(group, "window_size", None) for group in groups]
-        hint = "models of full attention in every layer"
+        hint = "expected a model with full attention in every layer"
         raise LayoutError(f"groups of layers with windows {kinds}", hint=hint)
     return {f"region {n}": region.as_tensor() for n, region in enumerate(groups[0].regions)}
 
@@ -181,6 +181,6 @@ def ranks_of(llm_args: Any) -> int:
     ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
     nodes = ranks / int(getattr(llm_args, "gpus_per_node", None) or ranks)
     if nodes > 1:
-        what, hint = f"{ranks} ranks on {nodes:g} nodes", "ranks on one machine"
+        what, hint = f"{ranks} ranks on {nodes:g} nodes", "expected ranks on one machine"
         raise ConfigError(what, path="llm_args.tensor_parallel_size", hint=hint)
     return ranks

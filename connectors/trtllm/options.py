@@ -36,8 +36,8 @@ def read(environment: Mapping[str, str]) -> tuple[TrtllmOptions, StackConfig]:
     """
     path = environment.get(STACK, "")
     if not path:
-        hint = f"{STACK}=/path/to/stack.yaml in the environment of the engine"
-        raise ConfigError("names no stack", path=STACK, hint=hint)
+        hint = f"set {STACK}=/path/to/stack.yaml in the environment of the engine"
+        raise ConfigError("is not set", path=STACK, hint=hint)
     options = TrtllmOptions(config=path)
     if PATIENCE in environment:
         try:
@@ -66,15 +66,17 @@ def check_engine(llm_args: Any) -> None:
         "kv_cache_config.enable_block_reuse": getattr(kv, "enable_block_reuse", True) is False,
     }
     hints = {
-        "enable_attention_dp": "each rank would have requests of its own: leave it out",
-        "speculative_config": "blocks of drafts are not told apart: leave it out",
-        "kv_cache_config.max_attention_window": "blocks of windows are not supported: leave it out",
-        "kv_cache_config.enable_block_reuse": "TensorRT-LLM asks no connector without it: true",
+        "enable_attention_dp": "ranks with requests of their own are not supported: leave it out",
+        "speculative_config": "blocks with drafts are not supported: leave it out",
+        "kv_cache_config.max_attention_window": "windows are not supported: leave it out",
+        "kv_cache_config.enable_block_reuse": "expected true: else no connector is called",
     }
     for name, is_refused in refused.items():
         if is_refused:
             value = llm_args
             for part in name.split("."):
                 value = getattr(value, part)
-            hint = hints.get(name, "tensor parallelism is supported, this is not: 1")
-            raise ConfigError(f"{value!r} beside kvladder", path=f"llm_args.{name}", hint=hint)
+            hint = hints.get(name, "expected 1: only tensor parallelism is supported")
+            raise ConfigError(
+                f"{value!r} is not supported with kvladder", path=f"llm_args.{name}", hint=hint
+            )

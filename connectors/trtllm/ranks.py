@@ -77,7 +77,7 @@ class Ranks:
         try:
             hello = _hello(connection.recv_bytes(MESSAGE_MAX))
         except msgspec.MsgspecError as error:
-            self._say(f"a process that is no rank of this engine was turned away: {error}")
+            self._say(f"a process that is not a rank of this engine was refused: {error}")
             return
         rank = hello.rank
         if not self._admits(hello):
@@ -87,7 +87,7 @@ class Ranks:
             while self._lines.heard(connection):
                 self._ended.extend(_ended(connection.recv_bytes(MESSAGE_MAX)))
         except msgspec.MsgspecError as error:
-            self._say(f"rank {rank} sent what is no message, nothing more is cached: {error}")
+            self._say(f"rank {rank} sent an invalid message, nothing more is cached: {error}")
         finally:
             self._here.discard(rank)  # an engine that loses a rank ends soon after
 
@@ -95,17 +95,19 @@ class Ranks:
         """Return whether this is a rank of this engine that may copy; report why if not."""
         rank = hello.rank
         if not hmac.compare_digest(hello.secret, self.secret):
-            self._say("a process that does not know this engine's secret was turned away")
+            self._say("a process that does not know this engine's secret was refused")
             return False
         if not 1 <= rank <= self._others or rank in self._here:
-            self._say(f"rank {rank} was turned away: it is here already, or there is none such")
+            self._say(
+                f"rank {rank} was refused: it is connected already, or not from 1 to {self._others}"
+            )
             return False
         wrong = {
             name: value for name, value in hello.fields.items() if self._fields.get(name) != value
         }
         if wrong:
             what = ", ".join(f"{name} {value}" for name, value in sorted(wrong.items()))
-            self._say(f"rank {rank} has other tensors, nothing is cached: {what}")
+            self._say(f"rank {rank} has other tensors than rank 0, nothing is cached: {what}")
         return not wrong
 
     def close(self) -> None:

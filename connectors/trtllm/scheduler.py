@@ -99,12 +99,12 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
 
     @property
     def _cache(self) -> Cache:
-        assert self._halves.cache is not None, "the worker has no KV cache's memory yet"
+        assert self._halves.cache is not None, "the worker has not registered its KV cache yet"
         return self._halves.cache
 
     def wait_for_initialization(self) -> None:
         if not self._halves.ready.wait(START_S):
-            raise TimeoutError(f"no KV cache's memory after {START_S} s")
+            raise TimeoutError(f"the worker did not register its KV cache within {START_S} s")
 
     # ---- the start of a request
 
@@ -125,8 +125,8 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._forget(request.request_id)
         beside = [name for name in CONTENTS if _is_there(getattr(request, name, None))]
         if beside:
-            what = f"{', '.join(beside)}: tokens alone do not tell its blocks apart"
-            self._notices.say("contents", f"a request is not cached, it has {what}")
+            what = f"{', '.join(beside)}, so tokens alone do not name its blocks"
+            self._notices.say("contents", f"a request is not cached: it has {what}")
             return 0
         tokens = [int(token) for token in request.get_tokens(0)]
         salt = str(getattr(request, "cache_salt", None) or "")
@@ -208,7 +208,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         # If the known tokens do not end where the step does, they are not those it computes.
         if len(state.tokens) != max(state.prompt, end):
             state.apart = True
-            what = f"{len(state.tokens)} tokens were told, the step ends at {end}"
+            what = f"its known tokens end at {len(state.tokens)}, but the step ends at {end}"
             self._notices.say("tokens", f"a request is not saved: {what}")
         if not state.apart and self._cache.complete:
             try:
@@ -233,7 +233,9 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         targets = list(takewhile(lambda block: block != NO_PAGE, places))
         if len(targets) * size < taken:
             match.release()
-            raise ValueError(f"{whole // size} blocks were promised, {places} are there")
+            raise ValueError(
+                f"{whole // size} blocks were promised, but the engine gave places {places}"
+            )
         state.promised = state.promised[: len(targets)]
         if targets:
             self._cache.connector.load(match, targets, first=state.first)

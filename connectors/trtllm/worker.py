@@ -94,7 +94,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
         if self._rank == 0 or self._met:
             return
         try:
-            assert self._pages is not None, "a step came before the KV cache's memory"
+            assert self._pages is not None, "a step came before the KV cache was registered"
             if self._arena is None:
                 self._arena = Arena.attach(meeting.arena)
                 mine = {0: RankShare(self._pages, self._rank * meeting.rank_bytes)}
@@ -130,7 +130,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
             self._copier.wait([job.id for job in step.loads])
         self._poll()
         if self._broken:
-            raise TierError(f"blocks that were promised could not be copied: {self._broken[0]}")
+            raise TierError(f"promised blocks could not be copied: {self._broken[0]}")
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Do nothing: whole blocks are loaded before the forward pass that reads them."""

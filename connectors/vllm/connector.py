@@ -135,7 +135,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             return wanted_layout(vllm_config)
         except Exception as error:  # noqa: BLE001 - a wish must not keep an engine from its start
-            logger.debug("no layout is asked for: %r", error)
+            logger.debug("no layout is requested from vLLM: %r", error)
             return None
 
     @classmethod
@@ -254,13 +254,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         ranks = carried(metadata.values())
         if metadata and not ranks:  # MultiConnector passes on the first connector's answer only
-            what = "another connector described its KV tensors and took nothing of this one along"
-            hint = "vLLM hands on one description only: leave the other connector out"
+            what = "vLLM passed on the description of another connector, but not of this one"
+            hint = "vLLM passes on only one description: leave the other connector out"
             raise ConfigError(what, path="kv_connector_extra_config.connectors", hint=hint)
         if any(described.taken for described in ranks.values()):
-            what = "KVLadderConnector is there twice"
+            what = "KVLadderConnector is listed twice"
             where = "kv_connector_extra_config.connectors"
-            raise ConfigError(what, path=where, hint="give one of them the tiers of both")
+            raise ConfigError(what, path=where, hint="use one, with the tiers of both")
         for described in ranks.values():
             described.taken = True
         beside = any(not isinstance(one, RankDescription) for one in metadata.values())

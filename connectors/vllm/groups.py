@@ -193,7 +193,7 @@ def _kind(group: Any, model: str) -> tuple[Any, Kind]:
     if not kept or int(getattr(first, "prefix_replay_tokens", 0)):
         raise LayoutError(
             f"{where} has KV cache that vLLM does not keep for later requests ({names[0]})",
-            hint="kvladder supports models all of whose layers can be cached by prefix",
+            hint="kvladder supports only models with a prefix cache for every layer",
         )
     if getattr(first, "mamba_cache_mode", "align") not in ("align", "all"):
         what = f"{where} has states that vLLM does not keep at block boundaries"

@@ -110,14 +110,16 @@ class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         if self.end_session and self.session is None:
-            raise ConfigError("missing", path="session", hint="end_session needs its name")
+            raise ConfigError(
+                "missing", path="session", hint="end_session needs the session's name"
+            )
         for name in ("priority", "decode_priority", "decode_duration_s", "retention"):
             if self.pin_s is not None and getattr(self, name) not in (None, ()):
-                hint = "leave one of the two out: a pin is a priority for a while"
-                raise ConfigError("stands beside pin_s", path=name, hint=hint)
+                hint = "leave one of the two out: pin_s sets the highest priority"
+                raise ConfigError("cannot be combined with pin_s", path=name, hint=hint)
         if len(self.prefetch) > PREFETCH_MAX:
             what = f"{len(self.prefetch)} sessions"
-            raise ConfigError(what, path="prefetch", hint=f"expected {PREFETCH_MAX} at most")
+            raise ConfigError(what, path="prefetch", hint=f"expected at most {PREFETCH_MAX}")
         _ = self.retained  # building it checks the values
 
     @cached_property

@@ -62,7 +62,7 @@ class SchedulerHalf:
             The cache is open already.
         """
         if self._running is not None:
-            what = "this vLLM hands over its block pool after what its workers described"
+            what = "this version of vLLM passes on its block pool after the workers' descriptions"
             raise ConfigError(what, hint="use vLLM 0.32 or 0.33")
         self._pool = block_pool
 
@@ -137,7 +137,7 @@ class SchedulerHalf:
     def running(self) -> RunningScheduler:
         """The loads and saves; raises ConfigError before all workers described their tensors."""
         if self._running is None:
-            what = "this vLLM has not handed over what its workers described"
+            what = "this version of vLLM has not passed on the descriptions of its workers"
             raise ConfigError(what, hint="use vLLM 0.32 or later")
         return self._running
 

@@ -46,7 +46,7 @@ def check_features(base: type) -> None:
     """
     for name, purpose in _FEATURES.items():
         if not hasattr(base, name):
-            what = f"this vLLM's connectors lack {name}, needed for {purpose}"
+            what = f"the connectors of this version of vLLM lack {name}, needed for {purpose}"
             raise ConfigError(what, hint="use vLLM 0.32 or later")
 
 
@@ -61,14 +61,14 @@ def check_engine(vllm_config: Any) -> None:
         size = getattr(parallel, option, 1)
         if size != 1:
             flag = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{size}", path=flag, hint="kvladder supports 1")
+            raise ConfigError(f"{size}", path=flag, hint="kvladder supports only 1")
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in HASHES:
-        what = f"{algorithm!r} can give two prefixes one name"
+        what = f"{algorithm!r} can give two prefixes the same hash"
         where = "--prefix-caching-hash-algo"
         raise ConfigError(what, path=where, hint=f"expected {' or '.join(HASHES)}")
     if getattr(cache, "calculate_kv_scales", False):
-        what = "scales that are found at run time are not part of a block"
+        what = "scales computed at run time are not stored with a block"
         raise ConfigError(what, path="--calculate-kv-scales", hint="use scales from the checkpoint")
 
 
@@ -80,7 +80,7 @@ def check_roles(role: str | None, whole: str | None) -> None:
     have roles of their own, so vLLM's role may miss that one of them loads.
     """
     if role != "kv_producer" and whole == "kv_producer":
-        what = f"{whole!r}, and kvladder beside other connectors is to load as {role!r}"
+        what = f"{whole!r}, but kvladder, beside other connectors, loads blocks as {role!r}"
         hint = "use kv_both for MultiConnector itself; each of its connectors has a role of its own"
         raise ConfigError(what, path="--kv-transfer-config kv_role", hint=hint)
 
@@ -91,15 +91,15 @@ def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
     groups = groups_of(kv_cache_config, model=model)
     if load != "async" and (len(groups) > 1 or groups.partial):
         kinds = ", ".join(group.kind for group in groups)
-        what = f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}"
+        what = f"vLLM cannot recompute single blocks of {model} (KV cache: {kinds})"
         raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
     if load == "layers" and vllm_config.speculative_config is not None:
-        what = "the drafts' layers do not say when they read"
+        what = "the layers of draft models do not report when they read"
         raise ConfigError(what, path=f"{WHERE}.load", hint="use async, or no --speculative-config")
     states = any(group.kind == "state" for group in groups)
     if states and vllm_config.speculative_config is not None:
         raise ConfigError(
-            f"with drafts, vLLM moves the recurrent states of {model} after they were handed over",
+            f"with drafts, vLLM moves the recurrent states of {model} after it passed them on",
             path="--speculative-config",
             hint="leave it out for this model",
         )
@@ -115,7 +115,7 @@ def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
     layers = vllm_config.compilation_config.static_forward_context
     for name in names:
         if not isinstance(layers.get(name), Attention | MLAAttention):
-            what = f"{name}, a {type(layers.get(name)).__name__}, does not say when it reads"
+            what = f"{name}, a {type(layers.get(name)).__name__}, does not report when it reads"
             raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
 
 
@@ -135,10 +135,8 @@ def check_recompute(vllm_config: Any, policy: str, *, load: str) -> None:
     that load between steps do not run yet, so V2 starts them again correctly.
     """
     if load != "async" and policy == "recompute" and runs_v2(vllm_config):
-        what = f"{load!r}, and vLLM's model runner V2 recomputes a failed load of it wrongly"
-        hint = (
-            "use async, or kv_load_failure_policy fail, or VLLM_USE_V2_MODEL_RUNNER=0 for runner V1"
-        )
+        what = f"{load!r}: vLLM's model runner V2 wrongly recomputes such a load if it fails"
+        hint = "use async, kv_load_failure_policy fail, or VLLM_USE_V2_MODEL_RUNNER=0 for runner V1"
         raise ConfigError(what, path=f"{WHERE}.load", hint=hint)
 
 
@@ -260,7 +258,7 @@ def layout_of(
     for rank, described in sorted(ranks.items()):
         if described.node != this_node():
             what = f"rank {rank} runs on {described.node.partition('/')[0]}"
-            raise ConfigError(what, hint="kvladder supports ranks on one machine")
+            raise ConfigError(what, hint="expected all ranks on one machine")
         stage = f"stage.{rank // width}." if rank >= width else ""
         for name, value in described.fields.items():
             if fields.setdefault(f"{stage}{name}", value) != value:

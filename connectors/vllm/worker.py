@@ -228,7 +228,9 @@ class WorkerHalf:
         try:
             digest = models.fingerprint()
         except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
-            self._notices.say("weights", f"the weights could not be read: {error!r}")
+            self._notices.say(
+                "weights", f"nothing is cached while the weights cannot be read: {error!r}"
+            )
             self._blind = min(2 * self._blind or 1, BLIND_STEPS_MAX)
             digest = os.urandom(32)
         else:
@@ -302,7 +304,7 @@ class WorkerHalf:
                     self._ended(Finished(job.id, False, 0, 0.0, "the adapter has changed"))
                 begun += 1
         finally:
-            why = "the weights have changed" if self._stale else "not begun"
+            why = "the weights have changed" if self._stale else "the copy did not begin"
             for job in jobs[begun:]:
                 self._ended(Finished(job.id, False, 0, 0.0, why))
 

@@ -116,7 +116,9 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = None if locality is None else Locality(locality)
         if config is not None and stack:
             where = f"secondary_tiers.{next(iter(stack))}"
-            raise ConfigError("stands beside config", path=where, hint=f"put it into {config}")
+            raise ConfigError(
+                "cannot be combined with config", path=where, hint=f"move it into {config}"
+            )
         route()
         settings = load_config(stack if config is None else config)
         layout = layout_of(
@@ -140,7 +142,9 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         name = block_key(key)
         if name is None:
-            self._notices.say("hash", "vLLM's block hashes are below 256 bits: nothing is cached")
+            self._notices.say(
+                "hash", "vLLM's block hashes are shorter than 256 bits: nothing is cached"
+            )
             return LookupResult.MISS
         return LookupResult.HIT if self.manager.lookup([name]).total else LookupResult.MISS
 

@@ -218,7 +218,7 @@ def test_more_blocks_than_matched_are_refused_and_nothing_stays_pinned(
 ) -> None:
     ranks = Ranks(manager, 1)
     ranks.report(ranks.save(KEYS[:2], [0, 1]).job)
-    with pytest.raises(ValueError, match="3 blocks from 0 on, but 2 matched"):
+    with pytest.raises(ValueError, match="3 blocks to load from number 0 on, but 2 matched"):
         ranks.load(ranks.match(KEYS), [4, 5, 6])
     with pytest.raises(ValueError, match="2 keys for 1 blocks"):
         ranks.save(KEYS[:2], [1])

@@ -348,7 +348,7 @@ def test_latent_attention_hits_on_all_ranks(opened):
 
 def test_latent_attention_on_several_machines_needs_a_tier_that_they_share(opened):
     sglang_stub.give("m", parallel={"nnodes": 2, "tp_size": 2})
-    with pytest.raises(ValueError, match=r"^tiers: with latent attention one rank .*redis"):
+    with pytest.raises(ValueError, match=r"^tiers: with latent attention, one rank .*redis"):
         opened(ranks=LATENT)
     with pytest.raises(ValueError, match="when: commit"):
         opened("shared-fake", level={"when": "evict"}, ranks=LATENT)
@@ -461,12 +461,12 @@ def test_an_unknown_way_to_count_pages_is_an_error(opened):
 
 
 def test_unusable_pools_are_refused_by_name(opened):
-    with pytest.raises(ValueError, match=r"each rank has heads of its own in the pool 'draft'"):
+    with pytest.raises(ValueError, match=r"each rank has its own heads in the pool 'draft'"):
         opened(ranks=LATENT, more={"draft": Pool()})
     opened(ranks=LATENT, more={"indexer": Sparse()})
     one, _ = opened()
     one.storage_backend.register_mem_host_pool_v2(Sparse(), "draft")  # late, and small enough
-    with pytest.raises(ValueError, match=r"of the pool 'late', which came late, has .* bytes"):
+    with pytest.raises(ValueError, match=r"the pool 'late' was added after .* pages have .* bytes"):
         one.storage_backend.register_mem_host_pool_v2(Sparse(width=9000), "late")
 
 
@@ -483,14 +483,14 @@ def test_a_pool_without_bytes_is_refused_by_name(opened):
     class LogicalHostPool(Pool):
         get_page_buffer_meta: Any = lambda self, indices: None
 
-    with pytest.raises(ValueError, match=r"'kv', a LogicalHostPool, does not tell"):
+    with pytest.raises(ValueError, match=r"'kv', a LogicalHostPool, does not report"):
         opened(pool=LogicalHostPool())
 
 
 def test_a_late_pool_is_refused_where_codecs_are_for_some_pools(opened):
     codec = {"codecs": [{"name": "fp8", "allow_lossy": True}]}
     one, _ = opened("memory", more={"swa": Sparse()}, level=codec)
-    with pytest.raises(ValueError, match=r"the pool 'late' came late: codecs do not know"):
+    with pytest.raises(ValueError, match=r"the pool 'late' was added after .* codec is limited"):
         one.storage_backend.register_mem_host_pool_v2(Sparse(), "late")
 
 
@@ -543,7 +543,7 @@ def test_changing_weights_disable_the_storage(opened, caplog, monkeypatch):
     for _ in range(3):
         assert sglang_stub.WeightUpdater().update_weights_from_disk("other", "auto")[0]
     torch.nn.init.zeros_(sglang_stub.target.model.weight)
-    assert caplog.text.count("kvladder is out of use until it is attached anew") == 1
+    assert caplog.text.count("kvladder caches nothing until it is attached again") == 1
     assert one.prefetch(keys, rows(0, 20)) == 0
     assert one.backup(chain("b", 20)) == 20
     one.detach()
@@ -559,7 +559,7 @@ def test_changing_weights_disable_the_storage(opened, caplog, monkeypatch):
     [
         (
             {"level": {"when": "evict"}},
-            r"at once: what host .* nvme by then is lost\. Use when: com",
+            r"without waiting: blocks that host .* nvme are lost\. Use when: com",
         ),
         ({"level": {"codecs": []}}, r"without checksum, blocks that nvme damaged are served"),
     ],

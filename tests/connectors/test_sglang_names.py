@@ -35,7 +35,7 @@ def tiers(**tier):
     [
         ({"confg": "a.yaml"}, r"\.confg: unknown key .*'config'"),
         ({"fetch": {"deadline": "10 s"}, **HOST}, r"fetch.deadline: 10 s .*at most 4 s: SGLang"),
-        ({"config": "a.yaml", **HOST}, r"\.host: stands beside config .*a.yaml"),
+        ({"config": "a.yaml", **HOST}, r"\.host: cannot be combined with config .*a.yaml"),
         ({}, r"no stack .*stack.yaml"),
         ({"interface_v1": 0, **HOST}, r"\.interface_v1: missing"),
         (
@@ -189,7 +189,7 @@ def test_unreadable_weights_are_refused_unless_the_user_names_them(model, monkey
         fields(model)
     assert fields(model, fingerprint="mine")["weights"] == "given mine"
     monkeypatch.setattr(sglang_stub.target, "model", object())
-    with pytest.raises(ValueError, match="object is no module of PyTorch"):
+    with pytest.raises(ValueError, match="object is not a PyTorch module"):
         fields(model)
     monkeypatch.setattr(sglang_stub.target, "model_config", None)
     with pytest.raises(ValueError, match="rank 0 cannot be read: AttributeError"):
@@ -404,7 +404,9 @@ def test_settings_of_drafts_name_pages(model, tmp_path):
 def test_images_that_clients_name_are_refused():
     sglang_stub.give("m", mm={"trust_mm_content_hashes": True})
     for fingerprint in ("auto", "mine"):
-        with pytest.raises(ValueError, match="--trust-mm-content-hashes: clients name images"):
+        with pytest.raises(
+            ValueError, match="--trust-mm-content-hashes: clients choose the names of images"
+        ):
             identity.require_named(fingerprint)
     sglang_stub.give("m")
     identity.require_named("auto")
@@ -498,7 +500,7 @@ def test_a_text_of_the_user_names_weights_until_they_change(sglang):
     watch.require_known("w1")  # detached and attached
     sglang.WeightUpdater().begin_weight_update()
     sglang.UnifiedRadixCache(None).reset()
-    with pytest.raises(ValueError, match=r"model.fingerprint: .* since 'w1' named them.*auto"):
+    with pytest.raises(ValueError, match=r"model.fingerprint: .* since they were named 'w1'.*auto"):
         watch.require_known("w1")
     watch.require_known("w2")
     watch.require_known("auto")

@@ -147,7 +147,9 @@ def test_layers_that_read_keys_of_no_layer_can_have_no_windows(monkeypatch: Any)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(attention, "forward", copied)
-    with pytest.raises(ConfigError, match=r"gpu\.windows: layer 6 reads keys of no layer"):
+    with pytest.raises(
+        ConfigError, match=r"gpu\.windows: layer 6 reads keys of another layer, and kvladder"
+    ):
         opened(model, source(memory="1 MiB", windows=[6]))
 
 
@@ -206,7 +208,7 @@ def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str, says: str) -
 def test_attention_that_takes_no_mask_is_refused() -> None:
     model = make_model()
     model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match=r"gpu\.windows: attention by 'eager' .*sdpa"):
+    with pytest.raises(ConfigError, match=r"gpu\.windows: the model uses attention 'eager' .*sdpa"):
         opened(model, source(windows=[WINDOW]))
     with opened(model, source(windows=[1000])) as pooled:  # it narrows nothing
         serve(pooled, prompts_of(1))

@@ -202,7 +202,9 @@ def test_scales_that_depend_on_the_length_are_refused() -> None:
     sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2}
     config = PhimoeConfig(vocab_size=256, intermediate_size=64, **sizes, rope_parameters=rope)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(LayoutError, match=r"model.rotary_emb \(longrope\) rotates tokens by"):
+    with pytest.raises(
+        LayoutError, match=r"the rotation of model.rotary_emb \(longrope\) depends on"
+    ):
         opened(model, stack(tokens=400))
     opened(model, stack(tokens=400), context=ORIGINAL).close()
 
@@ -210,5 +212,5 @@ def test_scales_that_depend_on_the_length_are_refused() -> None:
 @pytest.mark.parametrize("name", TWINS)
 def test_caches_of_prefixes_refuse_such_models(name: str) -> None:
     source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
-    with pytest.raises(LayoutError, match=r"rotates tokens by the length .*use PooledModel"):
+    with pytest.raises(LayoutError, match=r"depends on the length .*use PooledModel"):
         Prefixes(TWINS[name][0](), source)

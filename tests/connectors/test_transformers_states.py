@@ -229,9 +229,12 @@ def test_models_and_checkpoints_that_do_not_fit_are_refused() -> None:
             MiniMaxConfig,
             {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
             | {"num_experts_per_tok": 1, "block_size": 8},
-            "MiniMaxForCausalLM does not take transformers' cache: ValueError: MiniMax uses cache",
+            (
+                "MiniMaxForCausalLM does not accept transformers' cache: ValueError: MiniMax uses"
+                " cache"
+            ),
         ),
-        (RwkvConfig, {}, "RwkvForCausalLM keeps nothing in the cache that it is given"),
+        (RwkvConfig, {}, "RwkvForCausalLM does not use the cache object passed to it"),
     ],
 )
 def test_models_with_their_own_caches_are_refused(
@@ -239,7 +242,7 @@ def test_models_with_their_own_caches_are_refused(
 ) -> None:
     shape = {**COMMON, "num_hidden_layers": 2, "head_dim": 12}
     model = AutoModelForCausalLM.from_config(kind(**shape, **special)).eval()
-    with pytest.raises(LayoutError, match=f"{says}.*expected a model that keeps all of it"):
+    with pytest.raises(LayoutError, match=f"{says}.*expected a model that keeps everything"):
         opened(model, stack())
 
 

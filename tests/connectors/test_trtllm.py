@@ -336,7 +336,7 @@ def test_tokens_that_do_not_fit_the_step_are_not_saved(
     ids = list(range(20))
     engine.step([RequestData(request.request_id, PROMPT, ids[:13], 0, 200)], [])
     engine.step([], [RequestData(request.request_id, [1, 2], [], 200, 1)])
-    assert "202 tokens were told, the step ends at 201" in caplog.text
+    assert "its known tokens end at 202, but the step ends at 201" in caplog.text
     for position in range(201, 260):
         engine.step([], [RequestData(request.request_id, [3], [], position, 1)])
     engine.scheduler.request_finished(request, ids)

@@ -97,7 +97,7 @@ def test_messages_of_foreign_clients_are_refused_and_never_run(
         with connect(ranks.address) as connection:
             connection.send_bytes(sent)
             until(lambda count=count: len(said.texts) > count)  # type: ignore[misc]
-        assert "turned away" in said.texts[-1]
+        assert "was refused" in said.texts[-1]
     assert not (tmp_path / "ran").exists()
     with connect(ranks.address) as connection:
         os.write(connection.fileno(), (MESSAGE_MAX + 1).to_bytes(4))
@@ -116,7 +116,7 @@ def test_an_unknown_or_repeated_rank_is_turned_away(ranks: Ranks, said: Said, nu
     until(lambda: ranks.complete)
     other = Rank(meeting(ranks), number, FIELDS)
     until(lambda: said.texts)
-    assert f"rank {number} was turned away" in said.texts[-1]
+    assert f"rank {number} was refused" in said.texts[-1]
     first.tell([Finished(JobId(7), True, 8, 0.5)])
     until(lambda: ranks.ended() == [Finished(JobId(7), True, 8, 0.5)])
     other.close()
@@ -128,5 +128,5 @@ def test_a_rank_that_sends_an_invalid_message_is_disconnected(ranks: Ranks, said
     until(lambda: ranks.complete)
     rank._connection.send_bytes(b"\xc1")
     until(lambda: not ranks.complete)
-    assert "rank 1 sent what is no message" in said.texts[-1]
+    assert "rank 1 sent an invalid message" in said.texts[-1]
     rank.close()

@@ -196,7 +196,7 @@ def test_hashes_below_256_bits_are_never_kept(
 def test_wrong_settings_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         Native(model, tmp_path / "kv", hosst="1 MiB")
-    with pytest.raises(ConfigError, match=r"secondary_tiers.host: stands beside config"):
+    with pytest.raises(ConfigError, match=r"secondary_tiers.host: cannot be combined with config"):
         Native(model, tmp_path / "kv", config="stack.yaml")
 
 

@@ -241,7 +241,7 @@ def test_vllm_refuses_loads_that_it_would_recompute_wrongly(
     source = {"host": "1 MiB", "load": load}
     config, cache = vllm_configs(tmp_path, source, MODELS["full"])
     transfer = config.kv_transfer_config
-    refused = pytest.raises(ConfigError, match="runner V2 recomputes a failed load of it wrongly")
+    refused = pytest.raises(ConfigError, match="runner V2 wrongly recomputes such a load")
     for name in ("get_tp_group", "get_pp_group"):
         group = SimpleNamespace(world_size=1, rank_in_group=0)
         monkeypatch.setattr(parallel_state, name, lambda group=group: group)

@@ -74,7 +74,7 @@ def test_paths_of_a_stack_are_checked_before_the_model_is_loaded(tmp_path: Path)
         ({"save_decode": "yes", **HOST}, r"save_decode: 'yes' .*true or false"),
         ({}, r"kv_connector_extra_config: no stack .*stack.yaml"),
         ({"load": "sync"}, "no stack"),
-        ({"config": "stack.yaml", **HOST}, r"host: stands beside config .*stack.yaml"),
+        ({"config": "stack.yaml", **HOST}, r"host: cannot be combined with config .*stack.yaml"),
         ({"config": "/nowhere/stack.yaml"}, r"/nowhere/stack.yaml: No such file"),
         ({"host": "64 XB"}, "host: '64 XB' .*unknown unit"),
         (
@@ -131,7 +131,7 @@ def test_a_connector_that_loads_is_refused_where_the_engine_only_produces(role: 
 @pytest.mark.parametrize("load", ["sync", "layers"])
 def test_loads_that_a_runner_would_recompute_wrongly_are_refused(load: str) -> None:
     runner = SimpleNamespace(use_v2_model_runner=True)
-    with pytest.raises(ConfigError, match=f"load: '{load}'.*V2.*use async, or kv_load_failure"):
+    with pytest.raises(ConfigError, match=f"load: '{load}'.*V2.*use async, kv_load_failure"):
         check_recompute(runner, "recompute", load=load)
     check_recompute(runner, "recompute", load="async")
     check_recompute(runner, "fail", load=load)
@@ -157,9 +157,9 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
         check(window, enable_kv_transfer=False)
     with pytest.raises(LayoutError, match="--mamba-cache-mode align"):
         check(kv_spec("MambaSpec", mamba_cache_mode="none"))
-    with pytest.raises(ConfigError, match=r"load: .* tiny, whose KV cache is full, window .*async"):
+    with pytest.raises(ConfigError, match=r"load: .* tiny \(KV cache: full, window\).*async"):
         check(window, load="sync")
-    with pytest.raises(ConfigError, match=r"load: .* whose KV cache is full, window .*async"):
+    with pytest.raises(ConfigError, match=r"load: .* \(KV cache: full, window\).*async"):
         check(window, load="layers")
     mixed = kv_spec("UniformTypeKVCacheSpecs")
     mixed.kv_cache_specs = {"m": window, "n": kv_spec("FullAttentionSpec")}
@@ -171,7 +171,9 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
     vllm_config, kv_config = configs()
     vllm_config.speculative_config = SimpleNamespace(model="draft")
     check_groups(vllm_config, kv_config, load="async")
-    with pytest.raises(ConfigError, match=r"load: the drafts' layers do not say .*async"):
+    with pytest.raises(
+        ConfigError, match=r"load: the layers of draft models do not report .*async"
+    ):
         check_groups(vllm_config, kv_config, load="layers")
     state = kv_spec("MambaSpec", mamba_cache_mode="align")
     kv_config.kv_cache_groups = [SimpleNamespace(layer_names=["m"], kv_cache_spec=state)]

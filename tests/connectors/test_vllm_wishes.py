@@ -181,7 +181,7 @@ def test_an_unknown_session_is_named(caplog: pytest.LogCaptureFixture) -> None:
     turn(engine, range(300, 332), prefetch=["nobody", "a"], save=False)
     named = "kv_transfer_params.kvladder.prefetch[0]: session 'nobody' is not known"
     assert named in caplog.text
-    assert caplog.text.rstrip().endswith("this one is ignored")
+    assert caplog.text.rstrip().endswith("this prefetch is ignored")
     assert manager.stats()["host"]["blocks"] == saved, "what else it said holds"
     engine.close()
 

@@ -42,7 +42,7 @@ def shares(engine: Engine) -> None:
     """One rank owns the stack, and one directory holds the pages of all ranks."""
     log = engine.log.read_text()
     assert log.count("kvladder is ready: a block is 64 tokens") == 1
-    assert log.count("kvladder is ready: this rank uses the stack of another one") == 1
+    assert log.count("kvladder is ready: this rank uses the stack of another rank") == 1
     assert [path.name for path in engine.folder.glob("*.sock")] == ["kv.sock"]
     assert len([path for path in (engine.folder / "kv").iterdir() if path.is_dir()]) == 1
 

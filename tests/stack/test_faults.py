@@ -351,7 +351,7 @@ async def test_a_call_cut_short_by_closing_is_no_failure_of_the_tier(caplog) -> 
     level = cache.manager.stats()["level1"]
     assert (level["errors"], level["timeouts"], level["breaker"]) == (0, 0, 0)
     assert caplog.messages == [
-        "closing: what host alone held was not all written in 0.1 s: the rest is lost"
+        "closing: blocks that only host held were not all written in 0.1 s: the rest is lost"
     ]
 
 

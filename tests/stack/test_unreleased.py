@@ -69,7 +69,7 @@ async def test_lost_fetches_and_saves_are_released_with_a_warning(
         save = manager.save(OTHERS)
     assert len(save.slots) == SLOTS
     save.abort()
-    assert "was lost by its owner" in caplog.text
+    assert "was garbage-collected before its release" in caplog.text
     assert manager.stats()["loop"]["unreleased"] >= 1
     paced = manager.fetch_paced(OTHERS)
     assert paced.ready  # none is before it

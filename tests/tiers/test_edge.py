@@ -313,7 +313,8 @@ class TestEdge(Shrinking, TierTests):
         assert await tier.pipeline.put(blocks.writes(items[2:3])) == [True]
         assert await blocks.get(tier, items) == [n != 5 for n in range(8)]
         assert tier.pipeline.refused == {Outcome.UNREADABLE: 1}
-        assert said == [f"a codec raised {fault.__name__}, and its block is given up"] * 2
+        then = "the block is skipped, the debug log says more"
+        assert said == [f"a codec raised {fault.__name__}: {then}"] * 2
         codec.encodes_not = items[0].key
         batches = inner.batches("put")
         assert await tier.pipeline.put(blocks.writes(items[:1])) == [False]

@@ -245,5 +245,5 @@ async def test_half_a_block_at_a_time_is_a_failure_not_a_loop(
     items = await blocks.put(tier, 0, 1)
     disk.buffers_max = 1
     assert await blocks.get(tier, items) == [False, False]
-    with pytest.raises(TierError, match="in part only"):
+    with pytest.raises(TierError, match="only part of a block was written"):
         await tier.put(blocks.writes(items))

@@ -98,7 +98,7 @@ async def test_a_process_without_room_starts_and_gets_room_when_others_end(
     await one.put(first, *((n, n) for n in range(CAPACITY)))
     assert segment_bytes(disk) == CAPACITY * STRIDE
     second, _ = await other.open()
-    assert ["other processes have all" in text for text in other.told] == [True]
+    assert ["other processes use the whole capacity of" in text for text in other.told] == [True]
     await other.put(second, (50, 0))
     assert [type(error).__name__ for error in other.errors] == ["TierFull"]
     other.errors.clear()
@@ -185,8 +185,8 @@ async def test_the_owner_of_each_directory_is_shown(disk: FakeDisk, two: Two) ->
     assert found == {home: (3 * STRIDE, str(os.getpid())), f"{home}.1": (3 * STRIDE, None)}
     size = f"{3 * STRIDE // 1024} KiB"
     assert look(disk, ROOT) == {
-        home: f"{size}, process {os.getpid()} has it",
-        f"{home}.1": f"{size}, no process has it",
+        home: f"{size}, in use by process {os.getpid()}",
+        f"{home}.1": f"{size}, not in use",
     }
     await first.aclose()
     assert look(FakeDisk(ROOT), ROOT) == {}, "nothing is made there"

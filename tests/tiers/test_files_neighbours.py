@@ -124,7 +124,7 @@ async def test_an_unwritable_fields_file_costs_only_the_explanation(
     )
     assert await said(one) == {}
     (notice,) = one.told
-    assert "FIELDS cannot be written: No space left on device: later starts cannot say" in notice
+    assert "FIELDS cannot be written: No space left on device. Later starts cannot report" in notice
     disk.refuse = lambda _name, _path: 0
     assert await said(other) == {"others": f"1 other namespace, {SEGMENT}"}
 
@@ -153,7 +153,7 @@ async def test_a_namespace_is_compared_with_the_one_used_last(disk: FakeDisk, ne
     await said(one)
     await said(other)
     assert compared(disk, ROOT, print) == {
-        one.home.name: f"rope changed from null to yarn since, see {other.home.name}"
+        one.home.name: f"rope changed from null to yarn in {other.home.name}, used later"
     }
     assert look(disk, ROOT).keys() == {one.home.name, other.home.name}
 
@@ -171,4 +171,4 @@ async def test_a_link_in_place_of_the_fields_file_is_replaced_and_not_followed(
     keep_fields(Disk(), home, {"a": "1"}, notices.append)
     assert target.read_text() == "not ours"
     assert not (home / "FIELDS").is_symlink()
-    assert "is not used" in notices[0]
+    assert "is not safe to use" in notices[0]

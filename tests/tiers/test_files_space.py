@@ -87,7 +87,7 @@ async def test_a_path_with_a_missing_parent_is_refused(new: New) -> None:
     machine = new()
     machine.disk = FakeDisk(Path("/other"))
     text = await refused(machine)
-    assert "/disk/kv cannot be made: /disk does not exist either" in text
+    assert "/disk/kv cannot be created: /disk does not exist (" in text
 
 
 async def test_a_missing_path_is_created(new: New) -> None:
@@ -113,7 +113,11 @@ def test_an_empty_path_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "code", "text"),
     [
-        ("open", errno.EACCES, "is not writable: Permission denied (give it to the user"),
+        (
+            "open",
+            errno.EACCES,
+            "is not writable: Permission denied (expected a directory of the user",
+        ),
         ("mkdir", errno.EPERM, "is not writable"),
         ("open", errno.EROFS, "is on a read-only file system"),
         ("fallocate", errno.ENOSPC, "has no room for one segment"),
@@ -152,7 +156,7 @@ async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> N
     change_meta(machine, version=4, new=1)
     before = disk.files()
     text = await refused(machine)
-    assert "META is of format 4, which is newer than 3" in text
+    assert "META has format 4: expected 3 or older" in text
     assert disk.files() == before
 
 
@@ -168,7 +172,7 @@ async def test_an_earlier_format_is_restarted_with_one_notice(disk: FakeDisk, ne
     tier, recovered = await machine.open()
     assert recovered == []
     (notice,) = machine.told
-    assert f"{machine.home} was written by an earlier version of kvladder, in format 2" in notice
+    assert f"{machine.home} has format 2 of an earlier version of kvladder" in notice
     await tier.aclose()
     machine.model.promised.clear()
     await machine.check(all_kept=True)
@@ -182,7 +186,7 @@ async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -
     await tier.aclose()
     seal_log(disk, machine.home / "index.log", version=3)
     before = disk.files()
-    assert "index.log is of format 3, which is newer than 2" in await refused(machine)
+    assert "index.log has format 3: expected 2 or older" in await refused(machine)
     assert disk.files() == before
 
 

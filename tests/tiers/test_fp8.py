@@ -133,11 +133,17 @@ def test_storing_a_decoded_block_again_loses_no_more():
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (Layout(16, 4096), "elements of a type that is not known"),
-        (Layout(16, 4096, {}, "uint8", 64), "does not shrink uint8 (expected one of: bfloat16"),
-        (Layout(16, 4096, {}, "bfloat16"), "the engine does not say how its blocks are laid out"),
-        (Layout(16, 4096, {}, "bfloat16", 4), "rows of 4 elements are too short"),
-        (Layout(16, 4100, {}, "bfloat16", 64), "4100 bytes are not rows of 64 bfloat16"),
+        (Layout(16, 4096), "elements of unknown type"),
+        (Layout(16, 4096, {}, "uint8", 64), "cannot encode uint8 (expected one of: bfloat16"),
+        (Layout(16, 4096, {}, "bfloat16"), "the engine does not report its rows"),
+        (
+            Layout(16, 4096, {}, "bfloat16", 4),
+            "8 or more elements for each token and head (leave fp8 out: the rows have 4)",
+        ),
+        (
+            Layout(16, 4100, {}, "bfloat16", 64),
+            "4100 bytes cannot be divided into rows of 64 bfloat16",
+        ),
     ],
 )
 def test_fp8_refuses_unsuitable_layouts(layout: Layout, says: str):

@@ -265,10 +265,11 @@ class TestFaults(TierFixtures):
         await tier.open(replace(context, say=said.append))
         order.write_text("absent")
         os.kill(tier.gauges()["process"], signal.SIGKILL)
-        await until(lambda: "UnrulyTier cannot be opened again: nobody is there" in said)
+        failed = "UnrulyTier cannot be opened again, kvladder keeps trying: nobody is there"
+        await until(lambda: failed in said)
         order.unlink()
         assert await again(lambda: tier.contains([])) == []
-        assert "the process of UnrulyTier has ended: SIGKILL: it is started again" in said
+        assert "the process of UnrulyTier has ended: SIGKILL: kvladder starts it again" in said
         await tier.aclose()
 
     async def test_a_process_that_breaks_the_protocol_is_killed_before_its_calls_fail(
@@ -332,7 +333,7 @@ def test_a_class_that_no_other_process_can_import_is_refused(module, monkeypatch
     if module == "__main__":  # where this process finds it
         Mine.__module__, Mine.__qualname__ = module, "Mine"
         monkeypatch.setattr(sys.modules[module], "Mine", Mine, raising=False)
-    with pytest.raises(ConfigError, match="Mine cannot be made in another process"):
+    with pytest.raises(ConfigError, match="Mine cannot be constructed in another process"):
         IsolatedTier(Mine, None)
 
 

@@ -82,7 +82,7 @@ class TestMooncake(TierTests):
     async def test_without_the_list_of_names_a_salt_is_not_purged(self, cluster, context):
         tier = IsolatedTier(MooncakeTier, MooncakeOptions(master=cluster.master))
         await tier.open(context)
-        with pytest.raises(TierError, match="admin is not set"):
+        with pytest.raises(TierError, match="purged: set admin to the master's HTTP server"):
             await tier.purge(b"12345678", lambda *_: None)
         await tier.aclose()
 
@@ -218,7 +218,7 @@ def test_a_missing_master_is_named():
     stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
     error = refused(stack, layout)
     assert error.path == "tiers[1].master"
-    assert "see that mooncake_master runs there" in error.hint
+    assert "check that mooncake_master runs there" in error.hint
 
 
 @pytest.mark.parametrize(

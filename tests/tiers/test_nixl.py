@@ -96,7 +96,7 @@ def test_a_client_with_another_key_is_refused(far, tmp_path):
     stranger.write_text(f'secret: "{secret}"\npeers: ["{own.peers[0]}"]\n')
     stranger.chmod(0o600)
     what, _ = refused(far, keys=str(stranger))
-    assert "it does not know the key of this end" in what
+    assert "it does not know this client's key" in what
     assert far("counts")["clients"] == 0
 
 
@@ -112,8 +112,8 @@ def test_blocks_that_are_too_large_for_the_server_are_refused(far):
 def test_a_missing_server_is_named(far, tmp_path):
     (port,) = free_ports(1)
     what, where = refused(far, servers=[f"127.0.0.1:{port}"], required=True)
-    assert f"127.0.0.1:{port}: nobody listens there" in what
-    assert f"(see that kvladder serve runs there; or {REQUIRED})" in what
+    assert f"127.0.0.1:{port}: no process listens there" in what
+    assert f"(check that kvladder serve runs there; or {REQUIRED})" in what
     assert where == "tiers[1].servers"
 
 
@@ -131,7 +131,7 @@ def test_a_foreign_server_is_not_accepted_as_a_far_end(far):
         threading.Thread(target=answer, daemon=True).start()
         servers = [f"127.0.0.1:{other.getsockname()[1]}"]
         what, _ = refused(far, servers=servers, required=True)
-        assert "is no kvladder" in what or "the connection was closed" in what
+        assert "is not a kvladder cache" in what or "the connection was closed" in what
         other.shutdown(socket.SHUT_RDWR)
 
 
@@ -155,7 +155,9 @@ def test_a_missing_server_that_is_not_required_gives_misses(far, caplog):
     (port,) = free_ports(1)
     more = {"servers": [f"127.0.0.1:{port}"]}
     with kvladder.open_cache(stack(far, **more), layout=LAYOUT) as cache:
-        said = f"127.0.0.1:{port}: nobody listens there (see that kvladder serve runs there): it is"
+        said = (
+            f"127.0.0.1:{port}: no process listens there (check that kvladder serve runs there): "
+        )
         assert [text for text in caplog.messages if said in text]
         fetch = cache.fetch([kvladder.BlockKey(bytes(32))])
         fetch.wait()
@@ -201,7 +203,7 @@ def test_invalid_tenants_are_refused(tmp_path, tenants):
 def test_keys_that_others_can_read_are_refused(tmp_path):
     server, _ = make_keys(tmp_path / "new")
     server.chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read by others"):
+    with pytest.raises(ConfigError, match="other users have access to"):
         read_keys(str(server))
     with pytest.raises(FileExistsError):
         make_keys(tmp_path / "new")
@@ -216,7 +218,7 @@ def test_a_missing_library_is_named(monkeypatch, missing):
     monkeypatch.setattr(plane, "import_module", absent)
     with pytest.raises(ConfigError, match="NIXL cannot be loaded") as error:
         plane.load()
-    assert "pip install kvladder[nixl]" in error.value.hint
+    assert "install kvladder[nixl]" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ async def test_a_silent_far_end_is_dropped_and_found_again():
         await near.put(0)
         fabric.is_cut = True
         await until(lambda: not near.line.is_up)
-        with pytest.raises(TierError, match="far: it is silent"):
+        with pytest.raises(TierError, match="far: it does not answer heartbeats"):
             await near.have(0)
         await asyncio.sleep(10)
         assert fabric.exporter.gauges()["clients_lost"] == 1, "it has given up the client as well"
@@ -352,10 +352,10 @@ async def test_invalid_answers_break_the_connection(asked, answer):
 @pytest.mark.parametrize(
     ("mangle", "why"),
     [
-        (lambda data: [b"\2" + data[1:]], "speaks version 2"),
-        (lambda data: [b"HTTP/1.1 400"], "speaks version 72"),
+        (lambda data: [b"\2" + data[1:]], "uses version 2 of"),
+        (lambda data: [b"HTTP/1.1 400"], "uses version 72 of"),
         (lambda data: [data[:-1]], "does not keep to the protocol"),
-        (lambda data: [b""], "speaks nothing"),
+        (lambda data: [b""], "uses no version"),
     ],
 )
 async def test_a_far_end_of_another_protocol_is_named(mangle, why):

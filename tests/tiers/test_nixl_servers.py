@@ -129,7 +129,7 @@ class TestOwners(Fabrics):
         found = await blocks.get(tier, stored)
         assert found.count(None) == self.spread()[1], "they may be there later"
         assert found.count(True) == 32 - self.spread()[1]
-        with pytest.raises(TierError, match="b:1: it is silent"):
+        with pytest.raises(TierError, match="b:1: it does not answer heartbeats"):
             await tier.remove(blocks.refs(stored[:1]))
         others = zip(stored[1:], found[1:], strict=True)  # the first one is removed elsewhere
         again = [stored[0], *(block for block, has in others if not has)]
@@ -201,7 +201,7 @@ class TestOwners(Fabrics):
         assert await tier.purge(None, lambda *told: progress.append(told)) == 8
         for line in tier._servers:
             line.here.writable = False
-        with pytest.raises(TierError, match="a:1 removes nothing for this client"):
+        with pytest.raises(TierError, match="a:1 does not let this client remove blocks"):
             await tier.purge(None, lambda *told: progress.append(told))
         assert progress == [(8, 8)]
 
@@ -340,7 +340,7 @@ class TestRoster(Fabrics):
         assert not FakeRoster.made
         monkeypatch.setattr(FakeRoster, "wrong", None)
         monkeypatch.setattr(FakeRoster, "first", {})
-        with pytest.raises(Unavailable, match="names no server that is there") as missing:
+        with pytest.raises(Unavailable, match="the roster lists no usable server") as missing:
             await make().open(replace(context, required=True))
         assert missing.value.path == "roster"
         assert not FakeRoster.made

@@ -187,7 +187,7 @@ def test_a_missing_server_is_reported():
 def test_a_missing_bucket_is_reported(server):
     error = refused(**over(server) | {"url": "s3://elsewhere/kv"})
     assert "NoSuchBucket" in error.message
-    assert "make it" in error.hint
+    assert "create the bucket" in error.hint
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_the_command_checks_a_server(server, config, capsys):
     assert main(["check", config]) == 0
     said = capsys.readouterr().out
     assert "warning: tiers[1]: 127.0.0.1:" in said
-    assert "(see that the server runs): the cache would start without this level" in said
+    assert "(check that the server runs): the cache would start without this level" in said
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,11 @@ def test_a_codec_that_needs_settings_is_not_found_by_its_id(monkeypatch):
         (["aes-gcm"], "tiers[1].codecs.aes-gcm.variable: KVLADDER_KEY is not set"),
         (
             [{"name": "fp8", "allow_lossy": ["full"]}],
-            "tiers[1].codecs: fp8 does not shrink elements of a type that is not known",
+            "tiers[1].codecs: fp8 cannot encode elements of unknown type",
         ),
         (
             [{"name": "fp8", "allow_lossy": True}],
-            "tiers[1].codecs.allow_lossy: fp8 may not change layers of this model: full",
+            "tiers[1].codecs.allow_lossy: fp8 is allowed for no kind of layer in this model: full",
         ),
     ],
 )

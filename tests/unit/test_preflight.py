@@ -33,9 +33,9 @@ def test_preflight_reports_existing_resources(tmp_path):
     found = preflight(config(files(tmp_path / "kv")))
     assert (found.warnings, found.errors) == ([], [])
     facts = found.facts["disk"]
-    assert facts["directory"] == f"{tmp_path / 'kv'} (will be made)"
+    assert facts["directory"] == f"{tmp_path / 'kv'} (will be created)"
     assert facts["direct I/O"] in {"yes", "no"}
-    assert "0 B are held there" in facts["free"]
+    assert "0 B in files there" in facts["free"]
     assert {"msgspec", "xxhash"} <= found.facts["libraries"].keys()
     assert not list(tmp_path.iterdir())
 
@@ -49,7 +49,7 @@ def test_preflight_works_while_an_event_loop_runs(tmp_path):
 
 def test_a_capacity_beyond_the_disk_is_reported(tmp_path):
     (warning,) = preflight(config(files(tmp_path, capacity="1000 TiB"))).warnings
-    assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, and {tmp_path} has room for ")
+    assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, but {tmp_path} has room for only ")
 
 
 def test_an_arena_beyond_the_machines_memory_is_reported(monkeypatch, tmp_path):
@@ -71,9 +71,9 @@ def test_an_unusable_directory_is_reported(tmp_path):
     (tmp_path / "file").touch()
     for path, says in (
         (tmp_path / "none" / "kv", f"{tmp_path / 'none'} does not exist"),
-        (tmp_path / "file", f"{tmp_path / 'file'} is no directory"),
-        (tmp_path / "file" / "kv", f"{tmp_path / 'file'} is no directory"),
-        ("/proc/kv", "/proc cannot be written"),
+        (tmp_path / "file", f"{tmp_path / 'file'} is not a directory"),
+        (tmp_path / "file" / "kv", f"{tmp_path / 'file'} is not a directory"),
+        ("/proc/kv", "access to /proc is denied"),
     ):
         if path == "/proc/kv" and os.access("/proc", os.W_OK):
             continue  # root may write everywhere, it seems
@@ -183,7 +183,7 @@ def test_check_examines_resources_unless_offline(tmp_path, capsys, monkeypatch):
     )
     assert main(["check", str(stack)]) == 0
     told = capsys.readouterr()
-    assert f"  two: directory {tmp_path}/kv (will be made); free " in told.out
+    assert f"  two: directory {tmp_path}/kv (will be created); free " in told.out
     assert "  libraries: kvladder " in told.out
 
 

@@ -123,7 +123,7 @@ def test_check_says_whether_a_start_would_fail_or_leave_the_level_out(
     file.write_text(f"{text}}}\n")
     assert main(["check", str(file)]) == 0
     told = capsys.readouterr()
-    said = f"{tmp_path} cannot be written (expected a directory that user"
+    said = f"access to {tmp_path} is denied (expected a directory that user"
     assert said in told.out + told.err
     assert "would start without this level, and try again" in told.out + told.err
     file.write_text(f"{text}, required: true}}\n")

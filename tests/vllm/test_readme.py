@@ -106,6 +106,6 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
         assert server.complete(PROMPT, "a tenant") == (expected, HITS)
         # the last counters come with the step that ends the last copy, after the answer
         until(lambda: sum(server.counts("hit_blocks_total", "nvme")) * BLOCK == HITS)  # noqa: B023
-        assert len(server.lines("has not handed to nvme yet is lost")) == at_risk
+        assert len(server.lines("has not passed on to nvme yet are lost")) == at_risk
     for server in again:
         server.stop()

@@ -103,7 +103,7 @@ class AesGcmCodec(Codec):
         """
         variable = self.options.variable
         text = os.environ.get(variable, "").strip()
-        hint = f"put 32 random bytes into {variable}, for example by: openssl rand -hex 32"
+        hint = "expected 32 or more random bytes in hexadecimal or Base64: openssl rand -hex 32"
         if not text:
             raise ConfigError(f"{variable} is not set", path="aes-gcm.variable", hint=hint)
         try:

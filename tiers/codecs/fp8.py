@@ -45,21 +45,21 @@ class Fp8Codec(Codec):
 
     def open(self, layout: Layout, namespace: bytes) -> Layout:
         if layout.element not in _DTYPES:
-            found = layout.element or "elements of a type that is not known"
+            found = layout.element or "elements of unknown type"
             raise ConfigError(
-                f"fp8 does not shrink {found}", hint=f"expected one of: {', '.join(_DTYPES)}"
+                f"fp8 cannot encode {found}", hint=f"expected one of: {', '.join(_DTYPES)}"
             )
         row = layout.row_elements
         if row < ROW_MIN:
             raise ConfigError(
-                "fp8 has to know which elements are one head of one token",
-                hint="the engine does not say how its blocks are laid out"
-                if row == 0
-                else f"its rows of {row} elements are too short: expected {ROW_MIN} or more",
+                f"fp8 needs a row of {ROW_MIN} or more elements for each token and head",
+                hint="leave fp8 out: "
+                + (f"the rows have {row}" if row else "the engine does not report its rows"),
             )
         if layout.block_bytes % (row * layout.element_bytes):
             raise ConfigError(
-                f"blocks of {layout.block_bytes} bytes are not rows of {row} {layout.element}",
+                f"blocks of {layout.block_bytes} bytes cannot be divided into rows"
+                f" of {row} {layout.element}",
                 hint="leave fp8 out",
             )
         self._row = row

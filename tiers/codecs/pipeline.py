@@ -60,8 +60,9 @@ def _narrow(codec: Codec, kinds: Sequence[str]) -> None:
     if codec.allowed is None:
         return
     if codec.allowed.isdisjoint(kinds):
-        what = f"{codec.name} may not change layers of this model: {', '.join(sorted(set(kinds)))}"
-        hint = f"find out by kvladder eval what that costs, then list them: [{kinds[0]}]"
+        found = ", ".join(sorted(set(kinds)))
+        what = f"{codec.name} is allowed for no kind of layer in this model: {found}"
+        hint = f"measure the loss with kvladder eval, then list kinds to allow: [{kinds[0]}]"
         raise ConfigError(what, path="allow_lossy", hint=hint)
     if codec.allowed.issuperset(kinds):
         codec.allowed = None
@@ -248,6 +249,6 @@ class CodecPipeline:
         if failures:
             raise failures[0]
         for name in sorted({type(error).__name__ for error in raised}):
-            self._say(f"a codec raised {name}, and its block is given up")
+            self._say(f"a codec raised {name}: the block is skipped, the debug log says more")
         done = [iter(job.result()) for job in jobs]
         return [next(done[index % JOBS]) for index in range(len(items))]

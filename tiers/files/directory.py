@@ -100,11 +100,11 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
     kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
     wanted = "directory" if directory else "file"
     if kind == "symbolic link":
-        hint = "none is followed: " + ("name what it points to" if directory else "remove it")
+        hint = "use the target of the link instead" if directory else "remove the link"
         raise ConfigError(f"{path} is a symbolic link", path="path", hint=hint)
     if kind != wanted:
         raise ConfigError(f"{path} is a {kind}", path="path", hint=f"expected a {wanted}")
-    below = ", or name a directory below it that is made with mode 0700" if directory else ""
+    below = ", or set path to a directory below it, with mode 0700" if directory else ""
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}",
@@ -113,7 +113,7 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
         )
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: others may write to it",
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: other users may write to it",
             path="path",
             hint=f"chmod go-w{below}",
         )
@@ -205,7 +205,7 @@ def require_known(path: Path, version: int, newest: int) -> None:
     """Raise ConfigError if a file's version is newer than the newest one known here."""
     if version > newest:
         raise ConfigError(
-            f"{path} is of format {version}, which is newer than {newest}",
+            f"{path} has format {version}: expected {newest} or older",
             path="path",
             hint="use the version of kvladder that wrote it, or another path",
         )
@@ -343,9 +343,9 @@ class FilesDirectory:
                 self._disk.mkdir(self.path)
             except FileNotFoundError:
                 raise ConfigError(
-                    f"{self.path} cannot be made: {self.path.parent} does not exist either",
+                    f"{self.path} cannot be created: {self.path.parent} does not exist",
                     path="path",
-                    hint="make it first, or mount the disk that it belongs to",
+                    hint="create the parent directory, or mount its disk",
                 ) from None
         require_safe(self._disk, self.path, directory=True)
 
@@ -365,7 +365,7 @@ class FilesDirectory:
         home = self.path / home_name(self._prefix, number)
         self._disk.mkdir(home)
         is_mine = self._lock(home)
-        assert is_mine, "whoever looks for one does so in exclusive"
+        assert is_mine, "another process locked a new directory during exclusive"
         sync_directory(self._disk, self.path)
 
     def hold(self, home: Path, others: Collection[str]) -> bool:
@@ -385,7 +385,7 @@ class FilesDirectory:
         raise ConfigError(
             f"{home} is in use by process {process}",
             path="path",
-            hint="purge through its control socket, see the setting control, or stop it first",
+            hint="purge through its control socket (setting control), or stop that process first",
         )
 
     def _lock(self, home: Path) -> bool:
@@ -537,7 +537,7 @@ def look(disk: Disk, path: Path) -> dict[str, str]:
             for lease in sorted(leases(disk, path)):
                 holds = Size(lease.bytes).about() if lease.bytes else "nothing"
                 who = held_by(disk, lease.home)
-                said = "no process has it" if who is None else f"process {who} has it"
+                said = "not in use" if who is None else f"in use by process {who}"
                 facts[lease.home.name] = f"{holds}, {said}"
     return facts
 
@@ -591,9 +591,9 @@ def _owner(disk: Disk, home: Path) -> Namespace | None:
         with suppress(NotADirectoryError):
             if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
                 raise ConfigError(
-                    f"{home / META_NAME} is damaged: it does not tell whose blocks these are",
+                    f"{home / META_NAME} is damaged: the namespace of its blocks is unknown",
                     path="path",
-                    hint="start the engine that wrote them, which mends it, and purge then",
+                    hint="start the engine that wrote the blocks: it repairs the file; then purge",
                 )
         return None
     is_named_so = meta.namespace[:PREFIX_DIGITS] == ids[0]

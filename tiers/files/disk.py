@@ -42,12 +42,12 @@ class Disk:
         try:
             target = path if path.exists() else path.parent
             if not target.is_dir():
-                wrong = "is no directory" if target.exists() else "does not exist"
-                hint = "expected a directory, or a new one in a directory that exists"
+                wrong = "is not a directory" if target.exists() else "does not exist"
+                hint = "expected a directory, or a new name in an existing directory"
                 raise ConfigError(f"{target} {wrong}", path="path", hint=hint)
             if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
-                hint = f"expected a directory that user {os.geteuid()} may write"
-                raise Unavailable(f"{target} cannot be written", path="path", hint=hint)
+                hint = f"expected a directory that user {os.geteuid()} may read and write"
+                raise Unavailable(f"access to {target} is denied", path="path", hint=hint)
             free, held = space(path)
             takes = _takes_direct(target)
         except OSError as error:
@@ -57,12 +57,12 @@ class Disk:
             raise ConfigError("this file system has no direct I/O", path="direct", hint=hint)
         if capacity_bytes > free + held:
             warn(
-                f"capacity is {Size(capacity_bytes).about()}, and {path} has room for"
-                f" {Size(free + held).about()}: what does not fit is not kept"
+                f"capacity is {Size(capacity_bytes).about()}, but {path} has room for only"
+                f" {Size(free + held).about()}: blocks that do not fit are not stored"
             )
         return {
-            "directory": f"{path.absolute()}{'' if path.exists() else ' (will be made)'}",
-            "free": f"{Size(free).about()}, and {Size(held).about()} are held there",
+            "directory": f"{path.absolute()}{'' if path.exists() else ' (will be created)'}",
+            "free": f"{Size(free).about()}, and {Size(held).about()} in files there",
             "direct I/O": "no" if direct is False or not takes else "yes",
         }
 
@@ -168,7 +168,7 @@ def _explanation(path: Path, error: OSError) -> ConfigError | Unavailable:
         what, hint = "is on a read-only file system", "mount it writable"
     elif error.errno in {errno.EACCES, errno.EPERM}:
         what = f"is not writable: {error.strerror}"
-        hint = "give it to the user that runs the engine, mode 0700"
+        hint = "expected a directory of the user that runs the engine, with mode 0700"
     elif is_full(error):
         what = f"has no room for one segment: {error.strerror}"
         hint = "free some space, or set a smaller capacity or segment"

@@ -52,12 +52,12 @@ def keep_fields(
         if _read(disk, path) == data:
             return
     except ValueError as error:
-        say(f"{path} {error}: it is written anew")
+        say(f"{path} {error}: it is rewritten")
     try:
         replace_file(disk, path, data)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        say(f"{path} cannot be written: {why}: later starts cannot say what has changed")
+        say(f"{path} cannot be written: {why}. Later starts cannot report changed fields")
 
 
 def neighbours(
@@ -84,7 +84,7 @@ def compared(disk: Disk, path: Path, say: Callable[[str], object]) -> dict[str, 
     for lease, fields in known[1:]:
         if _prefix(lease.home) != _prefix(known[0][0].home):
             told[lease.home.name] = (
-                f"{listed(changes(fields, known[0][1]))} since, see {known[0][0].home.name}"
+                f"{listed(changes(fields, known[0][1]))} in {known[0][0].home.name}, used later"
             )
     return told
 
@@ -135,7 +135,7 @@ def _read(disk: Disk, path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ConfigError as error:
-        raise ValueError(f"is not used: {error.message}") from error
+        raise ValueError(f"is not safe to use: {error.message}") from error
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or type(error).__name__}") from error
     if data != sealed(data.partition(b"\n")[0]):

@@ -216,7 +216,7 @@ def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Pr
     """Purge a directory that this process has taken."""
     meta = read_meta(disk, directory.home)
     assert isinstance(meta, DirectoryMeta), (
-        "it was read a moment ago, and nobody else has the directory"
+        "META was valid a moment ago, and this process owns the directory"
     )
     directory.require_ours()
     digest = None if salt is None else salt_digest(directory.space, salt)

@@ -123,7 +123,7 @@ class Segments:
         """
         total = sum(self._sizes.values()) + more_bytes
         if not self._directory.make_room(total, self._budget_bytes):
-            raise Lent(errno.ENOSPC, "other processes have the rest of the capacity")
+            raise Lent(errno.ENOSPC, "other processes use the rest of the capacity")
 
     def allocate(self, segments: Sequence[int]) -> None:
         """Preallocate segments; if there is no room, first drop segments that no process uses.
@@ -232,7 +232,7 @@ class Segments:
             start = offset + done * self.meta.stride
             whole = self._whole(run[done:], self._disk.pwritev(fd, buffers[2 * done :], start))
             if whole == 0:
-                raise OSError(errno.EIO, "a block was written in part only")
+                raise OSError(errno.EIO, "only part of a block was written")
             done += whole
 
     def read(self, run: Sequence[Read]) -> list[bool | OSError]:

@@ -74,7 +74,7 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
         if "\0" in self.path:
             raise ValueError("the path has a null character: expected a directory")
         if self.path == "~" or self.path.startswith("~/"):
-            raise ValueError("~ stands for nothing here: write ${HOME}, or the whole path")
+            raise ValueError("~ is not expanded: write ${HOME}, or the whole path")
 
     @property
     def claims(self) -> list[tuple[str, str]]:
@@ -197,13 +197,13 @@ class FilesTier(Tier):
             )
         if store.directory.earlier is not None:
             self.context.say(
-                f"{home} was written by an earlier version of kvladder, in format"
-                f" {store.directory.earlier}, which is not read any more: it begins empty"
+                f"{home} has format {store.directory.earlier} of an earlier version of kvladder,"
+                " which this version does not read: the tier starts empty"
             )
         if not store.segments.count:
             self.context.say(
-                f"other processes have all of the capacity of {self.options.path}: nothing is"
-                " stored before they leave some; set engines, so that each has its part"
+                f"other processes use the whole capacity of {self.options.path}: nothing is stored"
+                " until they free some. Set engines, so that each engine gets an equal part"
             )
         self._cold = not len(store.found.records)
         self._eraser = Eraser(self._disk, store.segments, self.context.namespace)

@@ -76,9 +76,9 @@ class Process:
         try:
             self._spawned = spawned = await Spawned.start(CHILD, descriptors)
         except OSError as error:
-            raise TierError(f"a process for {self._name} cannot be started: {error}") from error
+            raise TierError(f"the process of {self._name} cannot be started: {error}") from error
         # nothing was awaited since the child began, so from here on this task always ends it
-        late = f"a call that was given up did not end within {self._abandon_s:g} s"
+        late = f"an abandoned call did not end within {self._abandon_s:g} s"
         pipe = self._pipe = Pipe(
             spawned.reader,
             spawned.writer,
@@ -97,7 +97,9 @@ class Process:
             async with asyncio.timeout(START_S):
                 return await step
         except TimeoutError as error:
-            raise TierError(f"the process of {self._name} needs more than {START_S} s") from error
+            raise TierError(
+                f"the process of {self._name} did not start within {START_S} s"
+            ) from error
 
     @property
     def pid(self) -> int:

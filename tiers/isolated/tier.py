@@ -55,7 +55,7 @@ class IsolatedTier(Tier):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise _not_importable(make, str(error)) from error
         if make.__module__ == "__main__":  # in the child this is another program
-            raise _not_importable(make, "it is of the program that is run")
+            raise _not_importable(make, "it is defined in the main program")
         self._process: Process | None = None
         self._ready = False
         self._starting: asyncio.Task[None] | None = None
@@ -115,12 +115,12 @@ class IsolatedTier(Tier):
         if process is self._process and self._ready and not self._closed:
             self._ready = False
             self._ends += 1
-            self._say(f"{process.how}: it is started again")
+            self._say(f"{process.how}: kvladder starts it again")
             again = start_again(self._open, self._not_opened)
             self._starting = asyncio.create_task(again, name="kvladder-isolated-start")
 
     def _not_opened(self, error: Exception) -> None:
-        self._say(f"{self._name} cannot be opened again: {error}")
+        self._say(f"{self._name} cannot be opened again, kvladder keeps trying: {error}")
 
     def _running(self) -> Process:
         """Return the child process.
@@ -213,7 +213,7 @@ class IsolatedTier(Tier):
         return {**self._gauges, "process": pid, "process_ends": self._ends}
 
     def describe(self) -> dict[str, str]:
-        how = f"of its own, killed if a call that is given up takes {self._abandon_s:g} s more"
+        how = f"its own; killed if an abandoned call does not end within {self._abandon_s:g} s"
         return {**self._described, "process": how}
 
     async def aclose(self) -> None:
@@ -238,5 +238,5 @@ class IsolatedTier(Tier):
 
 
 def _not_importable(make: type[Tier], why: str) -> ConfigError:
-    what = f"{make.__name__} cannot be made in another process: {why}"
-    return ConfigError(what, hint="expected a class of a module that can be imported")
+    what = f"{make.__name__} cannot be constructed in another process: {why}"
+    return ConfigError(what, hint="expected a class in a module that can be imported")

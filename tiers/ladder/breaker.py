@@ -133,7 +133,7 @@ async def contained(work: Awaitable[T]) -> T:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
-        raise TierError(f"it raised {error!r}", temporary=False) from error
+        raise TierError(f"the tier raised {error!r}", temporary=False) from error
 
 
 def checked(kind: Kind, answer: object, count: int) -> Results:
@@ -156,4 +156,4 @@ def wrong(expected: str, answer: object) -> NoReturn:
     """Raise a TierError: the tier did not answer with what was ``expected``."""
     size = f" of {len(answer)}" if isinstance(answer, Sized) else ""
     said = f"{type(answer).__name__}{size}"
-    raise TierError(f"it answered with {said}, expected {expected}", temporary=False)
+    raise TierError(f"the tier answered with {said}, expected {expected}", temporary=False)

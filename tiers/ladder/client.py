@@ -53,7 +53,7 @@ _VERBS: Mapping[Kind, str] = {
     "get": "read",
     "put": "write",
     "remove": "remove",
-    "contains": "answer what it has",
+    "contains": "report which blocks it has",
 }
 
 
@@ -217,8 +217,8 @@ class TierClient:
     def leave_out(self, why: str) -> None:
         """Note why the tier is not called until it is ``opened``, and report the first reason."""
         if not self.why:
-            then = "the cache works without it and tries again in the background"
-            what = f"tier {self._name} is left out: {why}: {then}"
+            then = "The cache works without it and tries again in the background"
+            what = f"tier {self._name} is left out: {why}. {then}"
             self._shared.notices.say(f"{self._name} open", what)
         self.why = why
 
@@ -234,7 +234,7 @@ class TierClient:
         if not closing.done():
             closing.cancel()
             closing.add_done_callback(lambda task: task.cancelled() or task.exception())
-            what = f"has not closed within {CLOSE_TIMEOUT_S:g} s: left behind"
+            what = f"did not close within {CLOSE_TIMEOUT_S:g} s and was abandoned"
         elif not closing.cancelled() and closing.exception() is not None:
             what = f"failed to close: {closing.exception()!r}"
         if what:
@@ -306,7 +306,9 @@ class TierClient:
             else:
                 done, following = await self.tier.erase(salt, start)
                 if following is not None and following <= start:
-                    raise TierError(f"erasing goes on at place {following} after {start}")
+                    raise TierError(
+                        f"erase returned next place {following}, expected more than {start}"
+                    )
             return ()
 
         timeout_s = PURGE_TIMEOUT_S if self.tier.shared else None
@@ -398,13 +400,13 @@ class TierClient:
             with self._shared.lock:
                 self._on_calm()
         elif self.crowded and not (was_crowded or self._closing):
-            what = f"{self.behind} calls to tier {self._name} have not ended, with {kept} slots"
-            what += ": it is left alone until some do"
+            what = f"{self.behind} abandoned calls to tier {self._name} have not ended and keep"
+            what += f" {kept} slots: no call begins until some end"
             self._shared.notices.say(f"{self._name} behind", what)
 
     def _answer(self, kind: Kind, task: asyncio.Task[Results], took_s: float) -> CallOutcome:
         if task.cancelled():
-            self._failed(kind, "it cancelled the call")
+            self._failed(kind, "the tier cancelled the call")
             return CallOutcome(None, took_s=took_s)
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
@@ -420,7 +422,7 @@ class TierClient:
         self._stats.errors += 1
         breaker = self.breakers[kind]
         breaker.failure(self._shared.clock.now())
-        then = " and is not asked to for a while" if breaker.state == "open" else ""
+        then = ", and kvladder will not try again for a while" if breaker.state == "open" else ""
         what = f"tier {self._name} failed to {_VERBS[kind]}{then}: {why}"
         self._shared.notices.say(f"{self._name} {kind}", what)
 
@@ -457,6 +459,6 @@ class TierClient:
         except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises, the level lives
             with self._shared.lock:
                 self._stats.errors += 1
-            message = f"tier {self._name} failed to say its {what}: {error!r}"
+            message = f"tier {self._name} failed to report its {what}: {error!r}"
             self._shared.notices.say(f"{self._name} {what}", message)
             return otherwise

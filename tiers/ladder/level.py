@@ -356,7 +356,7 @@ class Level(EvictingLevel):
         # a free place of a shared tier is no room that is kept for us
         if self.places.full(places, now_s, all_free=self.tier.shared):  # said once an hour
             held = f"full with {len(self.index)} of {self.capacity_blocks} blocks"
-            what = f"its medium is {held}; older blocks give way from now on"
+            what = f"its medium is {held}; from now on older blocks are evicted for new ones"
             self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
 
     def read_ended(self, blocks: Sequence[LevelRead]) -> None:

@@ -61,7 +61,7 @@ class LevelLifecycle:
             first.result()
         else:
             first.cancel()
-            hangs = Unavailable(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
+            hangs = Unavailable(f"it did not open within {OPEN_TIMEOUT_S:g} s")
             if self._client.required:
                 raise refusal(hangs)
             self._client.leave_out(str(hangs))
@@ -81,7 +81,7 @@ class LevelLifecycle:
             if not first.done() and self._client.required:
                 first.set_exception(refusal(error))
                 return
-            verb = "open" if len(steps) > 1 else "say what it has"
+            verb = "open" if len(steps) > 1 else "report its blocks"
             known = isinstance(error, TierError | ConfigError)
             self._client.leave_out(f"it failed to {verb}: {error if known else repr(error)}")
             if not first.done():
@@ -104,7 +104,7 @@ class LevelLifecycle:
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
         await asyncio.wait({self._call})
         if self._call.cancelled():
-            return TierError("it cancelled the call")
+            return TierError("the tier cancelled the call")
         return self._call.exception()
 
     async def drain(self, *, erased: bool = False) -> None:
@@ -168,8 +168,8 @@ class LevelLifecycle:
             with lock:
                 level.remove_later(gone[start : start + STEP])
         if strange:
-            what = f"{strange} of the blocks that tier {level.name} said it has cannot be blocks"
-            level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
+            what = f"tier {level.name} recovered {strange} invalid blocks, which are ignored"
+            level.shared.notices.say(f"{level.name} recover", what)
 
     def _hold(self, blocks: Sequence[RecoveredBlock]) -> list[Ref]:
         """Hold the blocks that are still wanted, and return the others."""

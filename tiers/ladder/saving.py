@@ -194,7 +194,7 @@ def require_one_each(count: int, **told: Sequence[object] | None) -> None:
     """Raise ValueError unless each sequence that is given has one value for each key."""
     for name, given in told.items():
         if given is not None and len(given) != count:
-            raise ValueError(f"{name}: {len(given)} for {count} keys, expected one each")
+            raise ValueError(f"{name}: expected one for each of {count} keys, found {len(given)}")
 
 
 def metas_of(

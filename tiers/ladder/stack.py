@@ -520,8 +520,9 @@ class TierStack(StackQueries):
         flushing = asyncio.ensure_future(self.flush())
         _, late = await asyncio.wait({flushing}, timeout=flush_timeout_s)
         if late:
-            what = f"what {self.host.name} alone held was not all written in {flush_timeout_s:g} s"
-            self.shared.notices.say("flush", f"closing: {what}: the rest is lost")
+            what = f"closing: blocks that only {self.host.name} held"
+            what += f" were not all written in {flush_timeout_s:g} s: the rest is lost"
+            self.shared.notices.say("flush", what)
         flushing.cancel()
         await asyncio.wait({flushing})
         await self.loader.aclose()

@@ -47,7 +47,7 @@ NOT_READY = -703
 ABSENT = frozenset({NOT_THERE, NOT_READY})
 UNREAD = -1
 """Code for a block that was not requested yet; not an error of the store."""
-MASTER_HINT = "see that mooncake_master runs there"
+MASTER_HINT = "check that mooncake_master runs there"
 
 
 class MooncakeOptions(Settings, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class MooncakeTier(Tier):
         del capacity_bytes
         _library()
         if not self.options.admin:
-            warn("without admin, the address of the master's HTTP server, no salt can be purged")
+            warn("admin is not set: the master's HTTP server is needed to purge one salt")
         host, _, port = self.options.master.rpartition(":")
         try:
             socket.create_connection((host, int(port)), LIST_TIMEOUT_S).close()
@@ -212,7 +212,9 @@ class MooncakeTier(Tier):
                     codes[n] = NOT_THERE
         if all(code < 0 and code not in ABSENT for code in codes.values()):
             if LEASE_OVER in codes.values():
-                raise TierError("reading takes longer than the master's --default_kv_lease_ttl")
+                raise TierError(
+                    "reads take longer than the master's --default_kv_lease_ttl: increase it"
+                )
             raise TierError(f"no node answers: error {codes[0]}")
         said = {True: True, False: None}  # a silent node's blocks may be there later
         return [False if codes[n] in ABSENT else said[codes[n] >= 0] for n in range(len(reads))]
@@ -274,7 +276,9 @@ class MooncakeTier(Tier):
             codes = self._store.batch_remove(names, True)  # True: even while a lease is held
         failed = [code for code in codes if code != OK and code not in ABSENT]
         if failed:
-            raise TierError(f"{len(failed)} of {len(names)} blocks are left: error {failed[0]}")
+            raise TierError(
+                f"{len(failed)} of {len(names)} blocks were not removed: error {failed[0]}"
+            )
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         if not blocks:
@@ -310,7 +314,7 @@ class MooncakeTier(Tier):
     def _list(self) -> list[str]:
         """Return all names that the master knows."""
         if not self.options.admin:
-            what = "admin is not set, and only the master's HTTP server there lists the blocks"
+            what = "set admin to the master's HTTP server, which lists the blocks"
             raise TierError(f"one salt cannot be purged: {what}", temporary=False)
         url = f"http://{self.options.admin}/get_all_keys"
         try:
@@ -368,8 +372,8 @@ def _library() -> Any:
         raise ConfigError(
             f"Mooncake cannot be imported: {error}",
             path="type",
-            hint="expected pip install kvladder[mooncake], and libibverbs1 and libnl-route-3-200"
-            " of the system",
+            hint="install kvladder[mooncake], and the system's packages libibverbs1 and"
+            " libnl-route-3-200",
         ) from error
 
 

@@ -20,11 +20,11 @@ DRAIN_MAX = 64
 """Messages that are taken before the loop runs other callbacks."""
 LINGER_MS = 200
 _BROKEN: dict[int, str] = {
-    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_CONNECT_RETRIED: "no process listens there",
     zmq.EVENT_DISCONNECTED: "the connection was closed",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know the key of this end",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has another key, or is no kvladder",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has another key, or is no kvladder",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this client's key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has another key, or is not a kvladder cache",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has another key, or is not a kvladder cache",
 }
 
 
@@ -159,7 +159,7 @@ class Dialled:
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError as error:
             self.close()
-            raise TierError(f"not an address: {error}", temporary=False) from error
+            raise TierError(f"invalid address: {error}", temporary=False) from error
 
     def _took(self, frames: list[bytes]) -> None:
         self._frame(frames[0])

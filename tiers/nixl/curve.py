@@ -16,7 +16,7 @@ Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$", description="40 
 Space = Annotated[
     str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z", description="a namespace, 64 digits")
 ]
-HINT = "expected a file that kvladder serve --new-keys has made"
+HINT = "expected a file made by kvladder serve --new-keys"
 
 
 class Rights(NamedTuple):
@@ -67,7 +67,7 @@ class KeyFile(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         keys = [*self.peers, *(key for tenant in self.tenants for key in tenant.peers)]
         if len({*keys}) < len(keys):
-            raise ValueError("a public key stands there twice")
+            raise ValueError("a public key is listed twice")
 
     @property
     def rights(self) -> dict[str, Rights]:
@@ -93,7 +93,7 @@ def read_keys(path: str) -> KeyFile:
     try:
         if file.stat().st_mode & 0o077:
             raise ConfigError(
-                f"{path} can be read by others", path="keys", hint=f"expected chmod 600 {path}"
+                f"other users have access to {path}", path="keys", hint=f"run chmod 600 {path}"
             )
         keys = convert(load_yaml(file), KeyFile)
         _ = keys.public
@@ -101,10 +101,10 @@ def read_keys(path: str) -> KeyFile:
         if isinstance(error, ConfigError) and error.path == "keys":
             raise
         # leave out the error's own text: it may quote a secret
-        why = error.strerror if isinstance(error, OSError) else "not a file of keys"
+        why = error.strerror if isinstance(error, OSError) else "not a key file"
         raise ConfigError(f"{path}: {why}", path="keys", hint=HINT) from None
     if not keys.peers and not any(tenant.peers for tenant in keys.tenants):
-        raise ConfigError(f"{path} names no peer", path="keys", hint=HINT)
+        raise ConfigError(f"{path} lists no peer", path="keys", hint=HINT)
     return keys
 
 

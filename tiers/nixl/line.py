@@ -105,7 +105,7 @@ class Channel:
         if isinstance(message, Gone):
             self.fail(TierError(message.why))
         elif isinstance(message, Pong) and self._joined and not message.known:
-            self.fail(TierError("it does not know this end any more"))
+            self.fail(TierError("it no longer knows this client"))
         future = self._waiting.get(message.op)
         if future is not None and not future.done():
             future.set_result(message)
@@ -126,7 +126,7 @@ class Channel:
         if isinstance(answer, Failed):
             raise TierError(answer.why, temporary=not answer.final)
         if not isinstance(answer, wanted):
-            self._lies(f"{type(answer).__name__} is no answer to {type(message).__name__}")
+            self._lies(f"{type(answer).__name__} is not an answer to {type(message).__name__}")
         return answer
 
     def _lies(self, how: str) -> NoReturn:
@@ -198,7 +198,7 @@ class Connection(Channel):
             await asyncio.sleep(HEARTBEAT_S)
             self._silent += 1
             if self._silent > SILENT_MAX:
-                self.fail(TierError("it is silent"))
+                self.fail(TierError("it does not answer heartbeats"))
             self._send(Ping(self._number()))
             self._pump.touch()
 
@@ -239,7 +239,7 @@ class Connection(Channel):
             with self._pump.busy():
                 got = await self._asked(message, Got)
         if not len(got.lengths) * LABEL_BYTES == len(got.labels) == len(slots) * LABEL_BYTES:
-            self._lies(f"{len(got.lengths)} lengths of {len(slots)} blocks")
+            self._lies(f"{len(got.lengths)} lengths for {len(slots)} blocks")
         return got
 
     async def put(
@@ -260,7 +260,7 @@ class Connection(Channel):
             offer = Offer(op, b"".join(keys), list(lengths), [*facts])
             granted = (await self._asked(offer, Grant)).slots
             if len(granted) != len(keys) or max(granted) >= self._far_slots:
-                self._lies("slots that it does not have")
+                self._lies("it granted too few or too many slots, or slots that it does not have")
             stored = bytes(len(keys))
             if max(granted) >= 0:
                 labels = await self._written(slots, granted, lengths, label)
@@ -312,13 +312,13 @@ class Connection(Channel):
             abort = asyncio.ensure_future(self._asked(Abort(self._number(), op), Done))
             await _ended(abort)
         if abort.exception() is not None:
-            self.fail(TierError("it did not say what became of an operation"))
+            self.fail(TierError("it did not confirm that an aborted operation ended"))
             await _ended(self.closed)
 
     @contextmanager
     def _fence_later(self) -> Generator[None]:
         """Break the connection, which ends every operation, if the body takes too long."""
-        late = TierError("it does not let go of slots")
+        late = TierError("it did not release slots in time")
         timer = self._loop.call_later(self._quiet_s, self.fail, late)
         try:
             yield
@@ -407,7 +407,7 @@ class Line:
                 self._tried.set()
                 self._error = await asyncio.shield(connection.broken)
                 self.breaks += 1
-                self._say(f"{self.address}: {self._error}: it is connected again")
+                self._say(f"{self.address}: {self._error}: kvladder connects again")
             except TierError as error:
                 self._error = TierError(str(error), temporary=error.temporary)
                 wait_s = min(2 * wait_s, RETRY_MAX_S)

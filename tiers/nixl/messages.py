@@ -217,8 +217,8 @@ def reply(data: bytes) -> Reply:
 
 def _decoded(data: bytes, decoder: Any) -> Any:
     if data[:1] != _FIRST:
-        said = f"version {data[0]}" if data else "nothing"
-        raise WireError(f"it speaks {said} of the protocol, and this end version {VERSION}")
+        said = f"version {data[0]}" if data else "no version"
+        raise WireError(f"it uses {said} of the protocol, but this end uses version {VERSION}")
     try:
         return decoder.decode(memoryview(data)[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -229,7 +229,7 @@ def keys_in(packed: bytes, count: int | None = None) -> list[bytes]:
     """Return the keys packed in one piece; raise WireError on a wrong count or a duplicate."""
     keys = _parts(packed, KEY_BYTES)
     if len({*keys}) != len(keys) or count not in {None, len(keys)}:
-        raise WireError("keys that are too few, too many, or there twice")
+        raise WireError("too few, too many or duplicate keys")
     return keys
 
 
@@ -251,7 +251,7 @@ def labels_packed(labels: Iterable[bytes]) -> bytes:
 
 def _parts(packed: bytes, size: int) -> list[bytes]:
     if len(packed) % size:
-        raise WireError(f"{len(packed)} bytes are no multiple of {size}")
+        raise WireError(f"expected a multiple of {size} bytes, found {len(packed)}")
     return [packed[at : at + size] for at in range(0, len(packed), size)]
 
 
@@ -260,7 +260,7 @@ def facts_in(rows: Sequence[Row]) -> list[Facts]:
     facts = [Facts(*row) for row in rows]
     for one in facts:
         if len(one.salt) not in {0, SALT_BYTES} or not isfinite(one.expires_wall_s or 0.0):
-            raise WireError("a salt or an end that cannot be")
+            raise WireError("an invalid salt or expiry time")
     return facts
 
 

@@ -219,7 +219,7 @@ def load() -> Any:
     raise ConfigError(
         f"NIXL cannot be loaded: {missing}",
         path="type",
-        hint="expected pip install kvladder[nixl]",
+        hint="install kvladder[nixl]",
     ) from missing
 
 

@@ -62,7 +62,7 @@ def require_url(url: str) -> None:
     except ConfigError:
         raise
     except (ValueError, TypeError):  # their texts may quote a password
-        raise ConfigError("not a URL of a Redis", path="roster", hint=URL_HINT) from None
+        raise ConfigError("not the URL of a Redis", path="roster", hint=URL_HINT) from None
 
 
 def run_of(arena: Arena) -> str:
@@ -80,7 +80,7 @@ def _connect(url: str) -> Any:
         from redis.backoff import NoBackoff
     except ModuleNotFoundError as error:
         hint = "install kvladder[redis]"
-        raise ConfigError(f"needs redis: {error}", path="roster", hint=hint) from error
+        raise ConfigError(f"needs the package redis: {error}", path="roster", hint=hint) from error
 
     once = Retry(NoBackoff(), 0)
     client = cast("Any", Redis)  # redis-py's types leave half of it open
@@ -122,8 +122,8 @@ class Roster:
         try:
             yield
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            what = f"{self.where} does not let us in: {error}"
-            hint = "expected the user and password of one who may use keys kvladder:far-ends:*"
+            what = f"{self.where} denies access: {error}"
+            hint = "expected a user, with its password, that may use keys kvladder:far-ends:*"
             raise ConfigError(what, path="roster", hint=hint) from None
         except TimeoutError:
             raise TierError(f"{self.where}: no answer within {LIMIT_S:g} s") from None
@@ -138,7 +138,9 @@ class Roster:
                     asked.time().hlen(self._key)
                     (seconds, micros), count = await asked.execute()
                 if count > ENTRIES_MAX:
-                    raise TierError(f"{self.where}: {count} far ends, at most {ENTRIES_MAX}")
+                    raise TierError(
+                        f"{self.where}: {count} far ends, expected {ENTRIES_MAX} or fewer"
+                    )
                 raw: Mapping[bytes, bytes] = await self._redis.hgetall(self._key)
         found: dict[str, Entry] = {}
         for field, value in raw.items():

@@ -41,7 +41,7 @@ _OF_ONE_MACHINE = {"all", "cma", "knem", "posix", "shm", "sm", "sysv", "xpmem"}
 Part = tuple[Line, Sequence[int]]
 """A far end, and the indices of the call's blocks that it is asked for."""
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=256)]
-SERVER_HINT = "see that kvladder serve runs there"
+SERVER_HINT = "check that kvladder serve runs there"
 
 
 class NixlOptions(Settings, frozen=True, kw_only=True):
@@ -64,18 +64,18 @@ class NixlOptions(Settings, frozen=True, kw_only=True):
         named = [*self.servers, *self.peers]
         if self.roster:
             if named:
-                hint = "expected one of the two: a list, or a Redis that has it"
-                raise ConfigError("stands beside servers or peers", path="roster", hint=hint)
+                what, hint = "cannot be combined with servers or peers", "leave out one of them"
+                raise ConfigError(what, path="roster", hint=hint)
             require_url(self.roster)
         elif not named:
-            what = "names neither servers, peers nor a roster"
-            raise ValueError(f"{what}: expected host:port of one at least, or the URL of a Redis")
+            what = "no servers, peers or roster"
+            raise ValueError(f"{what}: expected host:port of one or more, or the URL of a Redis")
         for address in named:
             if named.count(address) > 1:
-                raise ValueError(f"{address!r}: expected each of them once")
+                raise ValueError(f"{address!r} is listed more than once")
         if found := _OF_ONE_MACHINE.intersection(self.transports.split(",")):
-            what = "a transport of one machine, with which bytes come after a call was given up"
-            raise ValueError(f"transports: {', '.join(found)} is {what}: expected tcp, or rc,tcp")
+            what = "transports within one machine may still write after a call was abandoned"
+            raise ValueError(f"transports: {', '.join(found)}: {what}: expected tcp, or rc,tcp")
 
 
 class NixlTier(Tier):
@@ -124,7 +124,7 @@ class NixlTier(Tier):
             NixlPlane(arena, options.transports, options.interfaces).destroy()
         except TierError as error:
             what = f"{options.transports}, interfaces {options.interfaces}: {error}"
-            hint = "see that the machine has these devices"
+            hint = "check that the machine has these devices"
             raise Unavailable(what, path="transports", hint=hint) from error
         finally:
             arena.close()
@@ -141,7 +141,7 @@ class NixlTier(Tier):
             raise Unavailable("; ".join(silent), path=where, hint=SERVER_HINT)
         for text in silent:
             warn(text)
-        told = {"announced": ", ".join(found) or "nobody"} if options.roster else {}
+        told = {"announced": ", ".join(found) or "none"} if options.roster else {}
         return {**self.describe(), **told}
 
     async def open(self, context: TierContext) -> None:
@@ -196,15 +196,17 @@ class NixlTier(Tier):
                 )
         for line in self._servers:
             if line.is_up and not line.here.writable and self._roster is None:
-                what = f"{line.address} is an engine, whose blocks are only read"
-                raise ConfigError(what, path="servers", hint="expected it among the peers")
+                what = f"{line.address} is an engine: clients may only read its blocks"
+                raise ConfigError(what, path="servers", hint="list it under peers")
         far = self._servers or ([] if self._roster else lines)
         if self.context.required and {*far} <= {*down}:
             where = "roster" if self._roster else "servers" if self._servers else "peers"
-            what = str(far[0].error) if far else "names no server that is there"
+            what = str(far[0].error) if far else "the roster lists no usable server"
             raise Unavailable(what, path=where, hint=SERVER_HINT)
         for line in down:
-            self.context.say(f"{line.error} ({SERVER_HINT}): it is tried again in the background")
+            self.context.say(
+                f"{line.error} ({SERVER_HINT}): kvladder tries again in the background"
+            )
 
     async def aclose(self) -> None:
         self._closed = True
@@ -229,7 +231,7 @@ class NixlTier(Tier):
             except (TierError, ConfigError) as error:
                 self._unread += 1
                 if is_known:
-                    self.context.say(f"{error}: the far ends that were known are used")
+                    self.context.say(f"{error}: kvladder keeps using the far ends that it knows")
                 is_known = False
 
     async def _look(self, roster: Roster) -> None:
@@ -474,7 +476,9 @@ class NixlTier(Tier):
 
         async def purged(line: Line) -> int:
             if not line.here.writable:
-                raise TierError(f"{line.address} removes nothing for this client", temporary=False)
+                raise TierError(
+                    f"{line.address} does not let this client remove blocks", temporary=False
+                )
             return await line.here.purge(salt)
 
         count = sum(await _all(map(purged, self._servers)))

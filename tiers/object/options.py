@@ -48,14 +48,14 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
             raise ConfigError(str(error), path="url", hint=hint) from None
         # the message does not quote the URL, which may hold a secret
         if "@" in url.netloc or url.query or url.fragment:
-            wrong = "a user or a query (?...)"
-            keys = "credentials come from the environment, or stand in options"
+            wrong = "has a user or a query (?...)"
+            keys = "set credentials in the environment, or in options"
             raise ConfigError(wrong, path="url", hint=keys)
         is_file = url.scheme == "file"
         if url.scheme not in SCHEMES or is_file == bool(url.netloc):
-            raise ConfigError("names no object store", path="url", hint=hint)
+            raise ConfigError("not the URL of an object store", path="url", hint=hint)
         if url.scheme in {"az", "file"} and not url.path.strip("/"):
-            raise ConfigError("is not complete", path="url", hint=hint)
+            raise ConfigError("incomplete", path="url", hint=hint)
         if is_file and self.options:
             raise ConfigError("have no effect on a folder", path="options", hint="leave them out")
 

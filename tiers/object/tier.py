@@ -48,12 +48,12 @@ _FULL = re.compile(r"os error (28|122)\b|QuotaExceeded|StorageFull|507 Insuffici
 _REFUSED = re.compile(r"status code: (30\d|4(?!08|29)\d\d)|LOCATION|builder error")
 """Errors of the settings rather than of the store: a retry would fail again."""
 _HINTS = (
-    ("169.254.169.254", "no credentials: set the store's environment variables, or options"),
-    (r"NoSuchBucket|status code: 404", "make it, or mend the url"),
-    (r"status code: 40[13]", "a user that may list, get, put and delete there"),
-    (r"status code: 30\d|LOCATION", "set options.region to the bucket's"),
+    ("169.254.169.254", "no credentials found: set the store's environment variables, or options"),
+    (r"NoSuchBucket|status code: 404", "create the bucket, or correct the url"),
+    (r"status code: 40[13]", "expected a user that may list, get, put and delete there"),
+    (r"status code: 30\d|LOCATION", "set options.region to the region of the bucket"),
     ("builder error", "for http:// set options.allow_http: true"),
-    ("", "a store that answers"),
+    ("", "expected a store that answers"),
 )
 
 
@@ -119,11 +119,11 @@ class ObjectTier(Tier):
             text = _text(error) or f"no answer within {limit_s:g} s"
             hint = next(hint for pattern, hint in _HINTS if re.search(pattern, text))
             kind = ConfigError if _REFUSED.search(text) else Unavailable
-            raise kind(text, path="url", hint=f"expected {hint}") from error
+            raise kind(text, path="url", hint=hint) from error
 
     def _made(self, limit_s: float) -> Any:
         """Return a client for the URL's store; its retries end within ``limit_s``."""
-        url, path, hint = self.options.url, "options", "see docs/how-to/object.md for what there is"
+        url, path, hint = self.options.url, "options", "docs/how-to/object.md lists the options"
         config, client = self.options.split()
         limit = timedelta(seconds=limit_s)
         backoff = {"init_backoff": limit / 50, "max_backoff": limit / 5, "base": 2}
@@ -133,7 +133,7 @@ class ObjectTier(Tier):
             "retry_config": {"backoff": backoff, "max_retries": RETRIES, "retry_timeout": limit},
         }
         if url.startswith("file:"):
-            every, path, hint = {}, "url", "expected a folder that exists: make or mount it"
+            every, path, hint = {}, "url", "expected a folder that exists: create or mount it"
         try:
             return from_url(url, **every)
         except (*ERRORS, ValueError) as error:

@@ -114,16 +114,16 @@ class Entrance:
     def _explained(self, error: Exception, address: Address, *, sentinel: bool) -> TierError:
         text = str(error)
         if isinstance(error, ssl.SSLError):
-            hint = "a server that speaks TLS, and in ca the certificates that it is checked with"
-            return Unfit(f"{address}: {text}", path="url", hint=f"expected {hint}")
+            hint = "expected a server with TLS, and in ca the certificates that verify it"
+            return Unfit(f"{address}: {text}", path="url", hint=hint)
         refusal = _REFUSAL.search(text)
         if refusal is not None:
             own, path = self._options, "sentinel_password" if sentinel else "password"
             if not (own.sentinel_password if sentinel else own.password or self._url.password):
-                what, hint = f"{address} wants a password, and none is set", _UNSET_HINT
+                what, hint = f"{address} requires a password, but none is set", _UNSET_HINT
                 return Unfit(what, path=path, hint=hint.format(path))
-            hint = "the right username and password"
-            return Unfit(f"{address} does not let us in: {refusal[0]}", path=path, hint=hint)
+            hint = "expected the right username and password"
+            return Unfit(f"{address} refuses the login: {refusal[0]}", path=path, hint=hint)
         if "unknown command" in text.lower():
             if "echo" in text.lower():
                 hint = "set sentinel to the master's name"
@@ -162,7 +162,7 @@ class Entrance:
         try:
             return Address(told[b"ip"].decode(), int(told[b"port"]))
         except (KeyError, ValueError, AttributeError) as error:
-            raise TierError(f"{address}: what it says of the master makes no sense") from error
+            raise TierError(f"{address}: malformed reply about the master") from error
 
 
 def _login(username: str, password: str, db: int = 0) -> list[Command]:

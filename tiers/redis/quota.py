@@ -30,7 +30,7 @@ async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[
         try:
             cursor, names = int(found[0]), [bytes(name) for name in found[1]]
         except (TypeError, ValueError, IndexError) as error:
-            raise TierError("SCAN: the reply is no step of a scan") from error
+            raise TierError("SCAN: malformed reply") from error
         yield names
 
 
@@ -108,7 +108,7 @@ class Quotas:
         """Keys stored by this engine since the running recount began; None without a recount."""
         for name, limit in (("namespace", options.namespace), ("tenant", options.tenant)):
             if limit is not None and limit < value_bytes:
-                hint = f"expected at least a block, {value_bytes} bytes"
+                hint = f"expected at least one block, {value_bytes} bytes"
                 raise ConfigError(str(limit), path=f"quota.{name}", hint=hint)
 
     def __bool__(self) -> bool:
@@ -118,7 +118,7 @@ class Quotas:
         """Return the limits as text for users."""
         parts = {"in all": self._options.namespace, "each salt": self._options.tenant}
         limits = [f"{limit} {what}" for what, limit in parts.items() if limit is not None]
-        every = f", counted anew every {self._options.recount}"
+        every = f", recounted every {self._options.recount}"
         return ", ".join(limits) + every if limits else "none"
 
     @property

@@ -99,7 +99,7 @@ def _spelled(arguments: Sequence[bytes | int]) -> bytes:
 def _number(text: bytes) -> int:
     """Return a reply's number; the syntax is stricter than that of ``int``."""
     if not text.removeprefix(b"-").isdigit():
-        raise ValueError("no number where there has to be one")
+        raise ValueError("expected a number")
     return int(text)
 
 
@@ -341,7 +341,7 @@ class Wire(asyncio.BufferedProtocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(self._replies)
         if self._start < self._end:
-            self._break(ConnectionResetError("it replied to what nobody asked"))
+            self._break(ConnectionResetError("it sent a reply without a command"))
 
     def _filled(self, count: int) -> None:
         left = self._fills[0][count:]
@@ -420,7 +420,7 @@ class Wire(asyncio.BufferedProtocol):
         self._skip, self._is_large = 2, target is not None and len(target.body) > LARGE_BYTES
         if target is None:
             if length > VALUE_MAX:
-                raise ValueError("a value that nobody asked for")
+                raise ValueError("a value that no command asked for")
             value = bytearray(length)
             self._fills = [memoryview(value)] if value else []
             self._ended = lambda: self._take(bytes(value))

@@ -252,7 +252,7 @@ class Servers:
         try:
             return _owners(told, address)
         except (TypeError, ValueError, AttributeError) as error:
-            raise TierError(f"{address}: what it says of its slots makes no sense") from error
+            raise TierError(f"{address}: malformed reply about its slots") from error
 
     def close(self) -> None:
         """Break every connection."""
@@ -271,7 +271,7 @@ def _is_read_only(outcome: Outcome) -> bool:
 def _address(host: str, port: int, teller: Address) -> Address:
     """Return an address told by ``teller``; without a host, the teller's own host is meant."""
     if not 0 < port < 1 << 16:
-        raise ValueError("there is no such port")
+        raise ValueError(f"port {port}: expected 1 to 65535")
     return Address(host or teller.host, port)
 
 
@@ -286,7 +286,9 @@ def _owners(told: Any, teller: Address) -> list[Address | None]:
     owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for first, last, (host, port, *_), *_ in told:
         if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
-            raise ValueError("there is no such slot")
+            raise ValueError(
+                f"slots {first} to {last}: expected 0 to {REDIS_CLUSTER_HASH_SLOTS - 1}"
+            )
         owner = _address((host or b"").decode(), port, teller)
         owners[first : last + 1] = [owner] * (last + 1 - first)
     return owners

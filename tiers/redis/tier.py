@@ -89,11 +89,11 @@ class RedisTier(Tier):
             await self.aclose()
         if 0 < most < capacity_bytes:
             warn(
-                f"capacity is {Size(capacity_bytes).about()}, and the servers keep at most"
-                f" {Size(most).about()} (maxmemory): they evict what is beyond it"
+                f"capacity is {Size(capacity_bytes).about()}, but the servers keep at most"
+                f" {Size(most).about()} (maxmemory) and evict blocks beyond that"
             )
         if used and not most and self.options.quota.namespace is None:
-            warn("the servers have no limit (maxmemory 0), and blocks no quota: set one of them")
+            warn("no limit on the servers (maxmemory 0) and no quota: set one of the two")
         facts = {"servers": ", ".join(map(str, self.options.parsed.addresses))}
         if used:
             limit = f"of {Size(most).about()}" if most else "without a limit (maxmemory 0)"
@@ -107,7 +107,7 @@ class RedisTier(Tier):
         except Unfit as error:
             raise error.wrong from error
         except TierError as error:
-            raise Unavailable(str(error), path="url", hint="see that the server runs") from error
+            raise Unavailable(str(error), path="url", hint="check that the server runs") from error
 
     async def open(self, context: TierContext) -> None:
         self.context = context
@@ -160,7 +160,9 @@ class RedisTier(Tier):
         said = info.get("redis_version", "0")
         version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else said
         if tuple(int(n) for n in said.split(".") if n.isdecimal()) < OLDEST:
-            raise Unfit(f"{address} is Redis {version}", hint="Redis 6.2, Valkey 7.2 or later")
+            raise Unfit(
+                f"{address} is Redis {version}", hint="expected Redis 6.2, Valkey 7.2 or later"
+            )
         is_cluster = (info.get("server_mode") or info.get("redis_mode")) == "cluster"
         if is_cluster and not self.options.cluster:
             raise Unfit(f"{address} is a node of a cluster", hint="set cluster: true")

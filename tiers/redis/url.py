@@ -52,7 +52,7 @@ def parse_url(url: str, *, port: int = PORT) -> Url:
     """
     scheme, found, rest = url.partition("://")
     if not found or scheme not in SCHEMES:
-        raise ValueError("the scheme is none of redis://, rediss:// and unix://")
+        raise ValueError("the scheme is not redis://, rediss:// or unix://")
     rest, _, query = rest.partition("?")
     user, _, where = rest.rpartition("@")
     username, _, password = user.partition(":")
@@ -60,11 +60,11 @@ def parse_url(url: str, *, port: int = PORT) -> Url:
         db = query.removeprefix("db=") if query else ""
         addresses = [Address(unquote(where), 0)]
         if not where.startswith("/"):
-            raise ValueError("unix:// is followed by no absolute path")
+            raise ValueError("no absolute path after unix://")
     else:
         hosts, _, db = where.partition("/")
         if query:
-            raise ValueError("a query (?...) is not understood: settings are keys of the tier")
+            raise ValueError("a query (?...) is not supported: set options as keys of the tier")
         addresses = [_address(host, port) for host in hosts.split(",")]
     if db and not db.isdecimal():
         raise ValueError("the database is not a number")
@@ -151,11 +151,12 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
             raise ConfigError(str(error), path="url", hint=hint) from None
         self._check_topology(url)
         if (self.username or self.password) and (url.username or url.password):
-            raise ConfigError("a user here and in the url", path="username", hint="name it once")
+            what = "a user is set here and in the url"
+            raise ConfigError(what, path="username", hint="set it in one place")
         for name in ("ca", "certificate", "certificate_key"):
             path: str = getattr(self, name)
             if path and not url.tls:
-                raise ConfigError("has no effect", path=name, hint="a url with rediss://")
+                raise ConfigError("has no effect", path=name, hint="expected a url with rediss://")
             if path and not Path(path).is_file():
                 raise ConfigError(f"no such file: {path!r}", path=name)
         for least in self.ttls:
@@ -164,20 +165,25 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
                 raise ConfigError(repr(least), path="ttls", hint=hint)
         if bool(self.certificate) != bool(self.certificate_key):
             missing = "certificate_key" if self.certificate else "certificate"
-            raise ConfigError("missing", path=missing, hint="certificate and key go together")
+            raise ConfigError(
+                "missing", path=missing, hint="set both certificate and certificate_key"
+            )
 
     def _check_topology(self, url: Url) -> None:
         is_unix = url.addresses[0].port == 0
         if self.sentinel and self.cluster:
-            raise ConfigError("with a sentinel", path="cluster", hint="one of the two")
+            hint = "leave one of them out"
+            raise ConfigError("cannot be combined with sentinel", path="cluster", hint=hint)
         if (self.sentinel or self.cluster) and is_unix:
             path = "cluster" if self.cluster else "sentinel"
-            raise ConfigError("needs hosts", path=path, hint="a url with redis:// or rediss://")
+            raise ConfigError("needs hosts", path=path, hint="expected redis:// or rediss://")
         if self.cluster and url.db:
-            raise ConfigError("a cluster has no database but 0", path="url", hint="leave it out")
+            raise ConfigError(
+                "a cluster has only database 0", path="url", hint="leave the number out"
+            )
         if len(url.addresses) > 1 and not (self.sentinel or self.cluster):
             hint = "set sentinel to the master's name, or cluster: true"
-            raise ConfigError("several hosts", path="url", hint=hint)
+            raise ConfigError("several hosts, without sentinel or cluster", path="url", hint=hint)
         if (self.sentinel_username or self.sentinel_password) and not self.sentinel:
             raise ConfigError("has no effect", path="sentinel_password", hint="set sentinel")
 

@@ -65,7 +65,7 @@ class Adapters:
         try:
             adapter = self._manager._load_adapter(request)
         except Exception as error:  # noqa: BLE001 - vLLM reads it again, and says what is wrong
-            self._notices.say("adapter", f"{request.lora_name} cannot be read: {error!r}")
+            self._notices.say("adapter", f"adapter {request.lora_name} cannot be read: {error!r}")
             return
         adapters.remove_adapter(number)
         if len(others) >= adapters.capacity:
@@ -153,4 +153,4 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, bytes]]:
     elif hasattr(value, "lora_a") or hasattr(value, "weight"):  # of one layer
         yield from _parts(where, vars(value))
     else:
-        raise TypeError(f"{where} is a {type(value).__name__}")
+        raise TypeError(f"{where}: expected a tensor, number or text, found {type(value).__name__}")

@@ -59,7 +59,7 @@ class Loaded:
         """vLLM's worker manager of LoRA adapters; None if the engine has none."""
         if not self._models:
             what = "the model that computes the KV is not found in this process"
-            raise ConfigError(what, hint="use a version of vLLM that docs/how-to/vllm.md names")
+            raise ConfigError(what, hint="use a version of vLLM that docs/how-to/vllm.md lists")
         self._modules = {id(one) for model in self._models.values() for one in model.modules()}
         self._touched = False
         self._parameters: list[torch.nn.Parameter] = []
@@ -128,7 +128,7 @@ class Loaded:
                     shape = tuple(tensor.shape)
                     state.update(f"{where} {name} {tensor.dtype} {shape}\n".encode())
                     if tensor.is_meta:
-                        raise RuntimeError(f"{name} is not in memory: a reload is not over")
+                        raise RuntimeError(f"{name} is not in memory: a reload has not ended")
                     state.update(digest(tensor, device))
         self._touched = False
         return state.digest()
@@ -186,7 +186,8 @@ def prefetched() -> dict[int, torch.Tensor]:
         kept = [one for layer in layers for one in layer._param_offloaders.values()]
         return {id(one._param): one._cpu_storage.detach() for one in kept}
     except AttributeError as error:
-        raise RuntimeError(f"they are prefetched from where nobody can look: {error}") from error
+        what = f"this version of vLLM does not show where offloaded weights are: {error}"
+        raise RuntimeError(what) from error
 
 
 def tensors_of(

@@ -130,7 +130,7 @@ class KVEvents:
         self, manager: CacheManager, config: StackConfig, groups: VllmGroups, kv_cache_config: Any
     ) -> None:
         if not config.events.max:
-            hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
+            hint = "expected 1 or more: kvladder makes vLLM's KV events from its own"
             raise ConfigError("0", path="events.max", hint=hint)
         self._announcer = Announcer(manager.ladder)
         self._kinds = kinds_of(groups, kv_cache_config)

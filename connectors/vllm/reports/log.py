@@ -55,7 +55,7 @@ def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
     if policy != "recompute":
         found.append(
             f"kv_load_failure_policy is {policy!r}: a block that cannot be copied fails its"
-            ' request. With "recompute" in --kv-transfer-config it is recomputed.'
+            ' request. Set it to "recompute" in --kv-transfer-config to recompute the block.'
         )
     if getattr(vllm_config, "shutdown_timeout", None) == 0:
         found.append(lost_at_shutdown(config))
@@ -73,8 +73,8 @@ def untested(version: str) -> str:
         return ""
     known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
     return (
-        f"vLLM {version} is not among the versions that this kvladder was tested with, {known}:"
-        " nothing is known of what it serves from the cache"
+        f"this version of kvladder was tested with vLLM {known}, but not with vLLM {version}:"
+        " blocks that it serves from the cache may be wrong"
     )
 
 
@@ -84,8 +84,8 @@ def lost_at_shutdown(config: StackConfig) -> str:
     if not late:
         return ""
     return (
-        "--shutdown-timeout is 0: at SIGTERM or Ctrl-C vLLM ends the engine at once, and what"
-        f" {config.host.name} has not handed to {' and '.join(late)} yet is lost. Use"
+        "--shutdown-timeout is 0: at SIGTERM or Ctrl-C vLLM ends the engine at once, and blocks"
+        f" that {config.host.name} has not passed on to {' and '.join(late)} yet are lost. Use"
         " --shutdown-timeout 30, or when: commit for that tier."
     )
 

@@ -31,7 +31,7 @@ def begin_in_session(
             connector.rising.add(manager.prefetch(name))
         except ValueError as error:
             wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
-            policies.refuse(request, wrong, what="this one is")
+            policies.refuse(request, wrong, what="this prefetch is")
     return policy
 
 

@@ -44,7 +44,7 @@ class LoadTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stats.task_failures += 1
-            what = f"{task.get_name()} ended by {error!r}: what it was to bring is a miss"
+            what = f"task {task.get_name()} failed with {error!r}: its blocks count as misses"
             self._shared.notices.say("loader task", what)
             self._ended()
 

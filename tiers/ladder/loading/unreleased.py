@@ -53,7 +53,9 @@ class Unreleased:
                 return
             with self._lock:
                 self.counts[kind] += 1
-            self._notices.say("unreleased", f"a {kind} was lost by its owner: {HINT}")
+            self._notices.say(
+                "unreleased", f"a {kind} was garbage-collected before its release: {HINT}"
+            )
             give_back()
 
     def close(self, pinned: int, reserved: int) -> None:
