@@ -52,9 +52,7 @@ def lru_hits(trace: Trace, *, exact_max: int = EXACT_MAX) -> LruCurve:
     rate = min(1.0, exact_max / max(1, total))
     limit = int(rate * (1 << 64))
     follows = [rate == 1.0 or (n * _MIX) % (1 << 64) < limit for n in range(trace.unique)]
-    wanted = [
-        [block for block in request.blocks if follows[block]] for request in trace.requests
-    ]
+    wanted = [[block for block in request.blocks if follows[block]] for request in trace.requests]
     times = sum(map(len, wanted))
     tree, last = [0] * (times + 1), [0] * trace.unique
     distances: list[int] = []

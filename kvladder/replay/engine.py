@@ -207,9 +207,7 @@ class _Replayer:
     def _stored_bytes(self, level: str) -> float:
         return self._settings.block_bytes * self._settings.ratios.get(level, 1.0)
 
-    async def _serve(
-        self, request: TraceRequest, manager: CacheManager, stack: TierStack
-    ) -> None:
+    async def _serve(self, request: TraceRequest, manager: CacheManager, stack: TierStack) -> None:
         """Look up, fetch, compute and save one request's blocks."""
         result, loop, token_s = self._result, asyncio.get_running_loop(), self._settings.token_s
         result.requests += 1
@@ -240,7 +238,7 @@ class _Replayer:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(0)
         end_s = loop.time() + SETTLE_S
-        while stack.pending and loop.time() < end_s:
+        while stack.pending and loop.time() < end_s:  # noqa: ASYNC110 - as seen from outside
             await asyncio.sleep(POLL_S)
 
     def _count(self, manager: CacheManager) -> None:

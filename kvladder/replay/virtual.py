@@ -86,7 +86,7 @@ class VirtualPortal:
 class VirtualArena(Arena):
     """Slots that are counted as in any arena, and all have the same few bytes."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:  # pyright: ignore
+    def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.huge = False

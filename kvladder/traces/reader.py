@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -128,7 +128,7 @@ def read_trace(path: Path, *, block_tokens: int | None = None) -> Trace:
     requests = reading.requests
     if not requests:
         raise TraceError("no request", file=str(path), hint=f"{EXPECTED} and more of them")
-    if any(a.at_s > b.at_s for a, b in zip(requests, requests[1:], strict=False)):
+    if any(a.at_s > b.at_s for a, b in pairwise(requests)):
         reading.where = str(path)
         reading.warn("the timestamps are not in order: the requests were sorted by them")
         requests.sort(key=lambda one: one.at_s)
@@ -257,7 +257,7 @@ def _slowly(text: bytes, where: str) -> _Line:
     if not isinstance(ids, list):
         what = f"hash_ids: {_kind(ids)} {_shown(ids)}"
         raise TraceError(what, file=where, hint="expected a list of ids")
-    for at, one in enumerate(cast("list[Any]", ids)):
+    for at, one in enumerate(ids):
         if isinstance(one, bool) or not isinstance(one, int | str):
             what = f"hash_ids[{at}]: {_kind(one)} {_shown(one)}"
             raise TraceError(what, file=where, hint="expected a number or text, and no hole")

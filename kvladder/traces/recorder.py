@@ -190,8 +190,7 @@ class Recorder:
 
     def _take(self, event: _RecordEvent) -> None:
         if event.kind == "asked":
-            line = _OpenLine(event.at_s, event.keys, event.tokens, is_over=True)
-            self._add(object(), line)
+            self._add(object(), _OpenLine(event.at_s, event.keys, event.tokens, is_over=True))
         elif event.kind == "arrived":
             if event.request not in self._open:
                 self._add(event.request, _OpenLine(event.at_s, event.keys, event.tokens))
