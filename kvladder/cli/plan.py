@@ -36,7 +36,7 @@ from kvladder.replay.sizes import (
 from kvladder.runtime import SystemClock
 from kvladder.schema import is_mapping, load_yaml
 from kvladder.traces.reader import Trace
-from kvladder.units import Size
+from kvladder.units import Size, counted
 
 LRU: Final = "lru"
 MEASURED: Final = 8
@@ -167,8 +167,10 @@ def _hits(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) ->
         return curve.hits, f"LRU, {exact}, from stack distances"
     registry.load("policies", policy, path="--policy")
     sizes = SizePlan(trace, float, settings).sizes(max(settings.batch, trace.unique))
-    step = max(1, len(sizes) // MEASURED)
-    wanted = [*sizes[:-1:step], sizes[-1]]
+    last = len(sizes) - 1
+    wanted = [
+        sizes[at] for at in sorted({round(last * n / (MEASURED - 1)) for n in range(MEASURED)})
+    ]
     now = SystemClock().now
     begun_s, progress = now(), Progress(f"replay {policy}")
     measured: list[tuple[int, float]] = []
@@ -182,7 +184,7 @@ def _hits(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) ->
         measured.append((blocks, float(sum(result.hits.values()))))
     left = len(wanted) - len(measured)
     note = f", {left} larger ones left out after {budget_s:g} s" if left else ""
-    return interpolated(measured), f"{policy}, replayed at {len(measured)} sizes{note}"
+    return interpolated(measured), f"{policy}, replayed at {counted(len(measured), 'size')}{note}"
 
 
 def _stack(memory: int, disk: int, settings: PlanSettings, policy: str) -> StackConfig:

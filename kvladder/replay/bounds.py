@@ -32,11 +32,13 @@ class LruCurve(NamedTuple):
     asked: int
     rate: float
     """Fraction of the blocks that was followed; 1 is exact."""
+    share: float = 1.0
+    """Fraction of the accesses that was to these blocks."""
 
     def hits(self, blocks: float) -> int:
         """Return the number of hits, leading blocks of prompts, at a size in blocks."""
         found = int(np.searchsorted(self.distances, blocks * self.rate, side="right"))
-        return round(found / self.rate)
+        return round(found / self.share)
 
     def ratio(self, blocks: float) -> float:
         """Return the hits as a fraction of all blocks asked for."""
@@ -79,8 +81,10 @@ def lru_hits(trace: Trace, *, exact_max: int = EXACT_MAX) -> LruCurve:
             while at <= times:
                 tree[at] += 1
                 at += at & -at
-    actual = times / total if total else 1.0
-    return LruCurve(np.sort(np.asarray(distances, np.int64)), total, actual or 1.0)
+    followed = sum(follows) / max(1, trace.unique)
+    share = times / total if total else 1.0
+    found = np.sort(np.asarray(distances, np.int64))
+    return LruCurve(found, total, followed or 1.0, share or 1.0)
 
 
 def belady(requests: Sequence[Sequence[int]], unique: int, capacity: int) -> int:

@@ -308,14 +308,34 @@ def _tokens_of(reading: _Reading) -> int:
     votes = Counter[int]()
     for size in (1 << power for power in range(17)):
         votes[size] = sum(n for (least, most), n in ranges.items() if least <= size <= most)
+    if max(votes.values()) < sum(ranges.values()):  # some other number may agree with more
+        votes |= _agreeing(ranges)
     best = max(votes.values())
     if votes[BLOCK_TOKENS] == best:
         return BLOCK_TOKENS
-    chosen = min(size for size, n in votes.items() if n == best)
+    chosen = max(size for size, n in votes.items() if n == best)
     if best < sum(ranges.values()):
         found = f"blocks of {chosen} tokens agree with {best} of {sum(ranges.values())} requests"
         reading.warn(f"{found}: give --block-tokens if it is another number")
     return chosen
+
+
+def _agreeing(ranges: Counter[tuple[int, int]]) -> Counter[int]:
+    """Return the roundest number that lies in most of the ranges, and in how many it lies."""
+    changes = Counter[int]()
+    for (least, most), n in ranges.items():
+        if least <= most:
+            changes[least] += n
+            changes[most + 1] -= n
+    held = best = 0
+    first = last = 1
+    points = sorted(changes)
+    for at, after in pairwise(points):
+        held += changes[at]
+        if held > best:
+            best, first, last = held, at, after - 1
+    powers = (last.bit_length() - bit for bit in range(last.bit_length() + 1))
+    return Counter({next(n for p in powers if (n := last >> p << p) >= first): best})
 
 
 def _kind(value: object) -> str:
