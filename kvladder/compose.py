@@ -125,17 +125,29 @@ def open_manager(
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
-        if config.control.path is not None:
-            path = socket_path(config.control.path, instance)
-            say = stack.shared.notices.say
-            manager.admit(ControlServer(path, manager, runtime, say=say))
-        if config.export.listen is not None:
-            export = _export(config, manager, stack, runtime, instance, serves=serves)
-            manager.admit(export)
-            manager.report("export", export.counts)
+        _admit(config, manager, stack, runtime, instance, serves=serves)
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
+
+
+def _admit(
+    config: StackConfig,
+    manager: CacheManager,
+    stack: TierStack,
+    runtime: Runtime,
+    instance: int,
+    *,
+    serves: bool,
+) -> None:
+    """Begin what uses the cache beside the engine: the control socket and the export."""
+    if config.control.path is not None:
+        path = socket_path(config.control.path, instance)
+        manager.admit(ControlServer(path, manager, runtime, say=stack.shared.notices.say))
+    if config.export.listen is not None:
+        export = _export(config, manager, stack, runtime, instance, serves=serves)
+        manager.admit(export)
+        manager.report("export", export.counts)
 
 
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvladder.cli.tracing import (
-    Progress,
+    ProgressLine,
+    about,
     aligned,
     assumed,
     block_bytes_of,
+    by_level,
     opened,
     positive,
     seconds_of,
@@ -43,6 +46,7 @@ MEASURED: Final = 8
 """Sizes at which a policy is simulated."""
 BUDGET_S: Final = 120.0
 PRICES: Final = ("memory", "disk", "gpu")
+MEDIA: Final = ("memory", "disk")
 
 
 def plan(
@@ -54,12 +58,8 @@ def plan(
     block_tokens: int | None = None,
     prefill: float | None = None,
     disk_read: str | None = None,
-    prices: Path | None = None,
-    memory_price: float | None = None,
-    disk_price: float | None = None,
-    gpu_price: float | None = None,
-    memory_max: str | None = None,
-    disk_max: str | None = None,
+    prices: str | None = None,
+    most: str | None = None,
     policy: str = LRU,
     budget_s: float = BUDGET_S,
     check: bool = False,
@@ -88,17 +88,10 @@ def plan(
     disk_read:
         bytes that the disk reads per second, for example 6GB (default: no time)
     prices:
-        a YAML file with memory, disk and gpu, as the three options below
-    memory_price:
-        price of a GiB of memory for a month
-    disk_price:
-        price of a GiB of disk for a month
-    gpu_price:
-        price of an hour of the device that computes prompts
-    memory_max:
-        largest size of memory, for example 512 GiB (default: room for all blocks)
-    disk_max:
-        largest size of the disk (default: room for all blocks)
+        a GiB of memory and of disk for a month, and an hour of the device, in one currency:
+        memory=3,disk=0.1,gpu=2.5 or a YAML file with these keys
+    most:
+        largest sizes, for example memory=512GiB,disk=8TiB (default: room for all blocks)
     policy:
         lru, computed for all sizes in one pass, or the name of an eviction policy, replayed at
         some sizes (default %(default)s)
@@ -109,54 +102,64 @@ def plan(
     json_:
         print the results as JSON
     """
-    token_s, positive_budget = seconds_of(prefill), positive(budget_s, "--budget")
-    reading = None if disk_read is None else float(size_of(disk_read.removesuffix("/s"), READ))
-    given = _prices(prices, memory_price, disk_price, gpu_price)
+    settings = _settings(prefill, disk_read, prices, most)
+    positive(budget_s, "--budget")
     found = opened(trace, block_tokens)
     size, how = block_bytes_of(found, model, dtype, block_bytes)
+    settings = replace(settings, block_bytes=size)
+    SizePlan(found, float, settings)  # sizes are checked before anything takes long
+    hits, method = _hits(found, policy, settings, budget_s)
+    planned = _Planned(found, SizePlan(found, hits, settings), policy, method)
+    checked = planned.replayed() if check else None
+    if json_:
+        return json.dumps(planned.data(checked), indent=2)
+    lines = [summary_of(found), *assumed(settings.token_s, size, how, {}), f"hits: {method}"]
+    return "\n".join([*lines, *_report(planned.sizes), *planned.promise(checked)])
+
+
+def _settings(
+    prefill: float | None, disk_read: str | None, prices: str | None, most: str | None
+) -> PlanSettings:
+    """Return what the options say; the size of a block is still missing."""
     disk = registry.load("tiers", "files")
-    settings = PlanSettings(
-        size,
-        token_s,
-        reading,
-        given,
+    sizes = by_level(most, "--most", MEDIA, lambda text: size_of(text, "--most"))
+    return PlanSettings(
+        1,
+        seconds_of(prefill),
+        None if disk_read is None else float(size_of(disk_read.removesuffix("/s"), "--disk-read")),
+        _prices(prices),
         disk_overhead=disk.overhead_bytes,
         batch=disk.batch_max,
-        memory_max=None if memory_max is None else size_of(memory_max, "--memory-max"),
-        disk_max=None if disk_max is None else size_of(disk_max, "--disk-max"),
+        memory_max=sizes.get("memory"),
+        disk_max=sizes.get("disk"),
     )
-    SizePlan(found, float, settings)  # sizes are checked before anything takes long
-    hits, method = _hits(found, policy, settings, positive_budget or BUDGET_S)
-    sizes = SizePlan(found, hits, settings)
-    chosen = sizes.best() or knee(sizes.curve())
-    checked = _replayed(found, chosen, settings, policy) if check and chosen else None
-    if json_:
-        return json.dumps(_data(found, sizes, policy, method, checked), indent=2)
-    lines = [summary_of(found), *assumed(token_s, size, how, {}), f"hits: {method}"]
-    return "\n".join([*lines, *_report(sizes), *_promise(sizes, chosen, checked)])
 
 
-READ: Final = "--disk-read"
-
-
-def _prices(
-    file: Path | None, memory: float | None, disk: float | None, gpu: float | None
-) -> Prices:
-    """Return the prices of a file, replaced by those of options."""
-    raw: Any = {} if file is None else load_yaml(file)
-    if not is_mapping(raw):
-        raise ConfigError("not a mapping", path=str(file), hint=f"expected {', '.join(PRICES)}")
+def _prices(text: str | None) -> Prices:
+    """Return the prices that an option gives, or a file that it names."""
     found: dict[str, float | None] = dict.fromkeys(PRICES)
-    for name, value in raw.items():
-        if name not in PRICES or isinstance(value, bool) or not isinstance(value, int | float):
-            what = "unknown key" if name not in PRICES else f"{value!r}"
-            hint = f"expected numbers for {', '.join(PRICES)}"
-            raise ConfigError(what, path=f"{file}: {name}", hint=hint)
-        found[name] = positive(float(value), f"{file}: {name}", zero=True)
-    for name, one in zip(PRICES, (memory, disk, gpu), strict=True):
-        if one is not None:
-            found[name] = positive(one, f"--{name}-price", zero=True)
+    if text is not None and "=" in text:
+        found |= by_level(text, "--prices", PRICES, _price)
+    elif text is not None:
+        raw: Any = load_yaml(Path(text))
+        if not is_mapping(raw):
+            raise ConfigError("not a mapping", path=text, hint=f"expected {', '.join(PRICES)}")
+        for name, value in raw.items():
+            if name not in PRICES or isinstance(value, bool) or not isinstance(value, int | float):
+                what = "unknown key" if name not in PRICES else f"{value!r}"
+                hint = f"expected numbers for {', '.join(PRICES)}"
+                raise ConfigError(what, path=f"{text}: {name}", hint=hint)
+            found[name] = positive(float(value), f"{text}: {name}", zero=True)
     return Prices(**found)
+
+
+def _price(text: str) -> float | None:
+    try:
+        return positive(float(text), "--prices", zero=True)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(repr(text), path="--prices", hint="expected a number") from error
 
 
 def _hits(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) -> tuple[Hits, str]:
@@ -172,7 +175,7 @@ def _hits(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) ->
         sizes[at] for at in sorted({round(last * n / (MEASURED - 1)) for n in range(MEASURED)})
     ]
     now = SystemClock().now
-    begun_s, progress = now(), Progress(f"replay {policy}")
+    begun_s, progress = now(), ProgressLine(f"replay {policy}")
     measured: list[tuple[int, float]] = []
     for number, blocks in enumerate(wanted):
         if measured and now() - begun_s > budget_s:
@@ -199,16 +202,6 @@ def _stack(memory: int, disk: int, settings: PlanSettings, policy: str) -> Stack
     return load_config({"arena": arena, "tiers": tiers}, env={})
 
 
-def _replayed(
-    trace: Trace, point: SizePoint, settings: PlanSettings, policy: str
-) -> dict[str, Any]:
-    """Return the hits of a replay at a point."""
-    stack = _stack(point.memory, point.disk, settings, policy)
-    progress = Progress("replay the plan")
-    result = replay(trace, stack, ReplaySettings(settings.block_bytes), progress=progress)
-    return {"ratio": result.ratio, "hits": dict(result.hits), "policy": result.policy}
-
-
 def _report(sizes: SizePlan) -> list[str]:
     """Return the two curves as tables, and their knees."""
     settings, lines = sizes.settings, list[str]()
@@ -233,68 +226,69 @@ def _cells(sizes: SizePlan, one: SizePoint) -> list[str]:
     return [shown((one.memory_hits + one.disk_hits) / sizes.asked), *told]
 
 
-def _promise(
-    sizes: SizePlan, chosen: SizePoint | None, checked: dict[str, Any] | None
-) -> list[str]:
-    """Return what to buy, what it brings, and the stack that does it."""
-    settings = sizes.settings
-    if chosen is None:
-        return ["", "no size brings more than the smallest: no plan"]
-    is_best = chosen.net is not None
-    why = "most money left" if is_best else "the knee of memory alone; a split needs prices"
-    missing = [
-        flag
-        for flag, value in (
-            ("--prefill", settings.token_s),
-            ("--memory-price", settings.prices.memory),
-            ("--disk-price", settings.prices.disk),
-            ("--gpu-price", settings.prices.gpu),
-        )
-        if value is None
-    ]
-    if missing:
-        why += f" (not given: {', '.join(missing)})"
-    ratio = (chosen.memory_hits + chosen.disk_hits) / sizes.asked
-    memory = Size(chosen.memory * settings.memory_block)
-    lines = ["", f"plan: {why}", f"arena: {{size: {memory}}}", "tiers:", "  - {type: host}"]
-    if chosen.disk:
-        room = Size(chosen.disk * settings.disk_block)
-        lines.append(f"  - {{type: files, path: DIRECTORY, capacity: {room}, when: commit}}")
-    promise = f"hits {shown(ratio)}"
-    if chosen.net is not None:
-        promise += f", {chosen.value:,.0f} saved and {chosen.cost:,.0f} paid a month"
-    if checked is not None:
-        promise += f"; replayed: {shown(checked['ratio'])} with {checked['policy']}"
-    return [*lines, promise]
+class _Planned(NamedTuple):
+    """A plan with the trace and the policy that it is for."""
 
+    trace: Trace
+    sizes: SizePlan
+    policy: str
+    method: str
 
-def _data(
-    trace: Trace,
-    sizes: SizePlan,
-    policy: str,
-    method: str,
-    checked: dict[str, Any] | None,
-) -> dict[str, Any]:
-    memory, disk, best = sizes.curve(), sizes.disk_curve(), sizes.best()
-    return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "blocks": trace.blocks,
-            "unique": trace.unique,
-            "block_tokens": trace.block_tokens,
-            "seconds": trace.seconds,
-            "warnings": list(trace.warnings),
-        },
-        "policy": policy,
-        "method": method,
-        "block_bytes": sizes.settings.block_bytes,
-        "token_s": sizes.settings.token_s,
-        "prices": {name: getattr(sizes.settings.prices, name) for name in PRICES},
-        "memory": [as_data(sizes, one) for one in memory],
-        "disk": [as_data(sizes, one) for one in disk],
-        "memory_knee": as_data(sizes, knee(memory)),
-        "disk_knee": as_data(sizes, knee(disk, of_disk=True)),
-        "best": as_data(sizes, best),
-        "replayed": checked,
-    }
+    @property
+    def chosen(self) -> SizePoint | None:
+        """The split with most money left; without all prices the knee of memory alone."""
+        return self.sizes.best() or knee(self.sizes.curve())
+
+    def replayed(self) -> dict[str, Any] | None:
+        """Return the hits of a replay of the chosen sizes."""
+        point, settings = self.chosen, self.sizes.settings
+        if point is None:
+            return None
+        stack = _stack(point.memory, point.disk, settings, self.policy)
+        progress = ProgressLine("replay the plan")
+        result = replay(self.trace, stack, ReplaySettings(settings.block_bytes), progress=progress)
+        return {"ratio": result.ratio, "hits": dict(result.hits), "policy": result.policy}
+
+    def promise(self, checked: dict[str, Any] | None) -> list[str]:
+        """Return what to buy, what it brings, and the stack that does it."""
+        chosen, settings = self.chosen, self.sizes.settings
+        if chosen is None:
+            return ["", "no size brings more than the smallest: no plan"]
+        is_best = chosen.net is not None
+        why = "most money left" if is_best else "the knee of memory alone; a split needs prices"
+        given = {"--prefill": settings.token_s, "--prices": settings.prices.whole}
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing:
+            why += f" (not given: {', '.join(missing)})"
+        memory = Size(chosen.memory * settings.memory_block)
+        lines = ["", f"plan: {why}", f"arena: {{size: {memory}}}", "tiers:", "  - {type: host}"]
+        if chosen.disk:
+            room = Size(chosen.disk * settings.disk_block)
+            lines.append(f"  - {{type: files, path: DIRECTORY, capacity: {room}, when: commit}}")
+        ratio = (chosen.memory_hits + chosen.disk_hits) / self.sizes.asked
+        promise = f"hits {shown(ratio)}"
+        if chosen.net is not None:
+            promise += f", {chosen.value:,.0f} saved and {chosen.cost:,.0f} paid a month"
+        if checked is not None:
+            promise += f"; replayed: {shown(checked['ratio'])} with {checked['policy']}"
+        return [*lines, promise]
+
+    def data(self, checked: dict[str, Any] | None) -> dict[str, Any]:
+        """Return all numbers as plain data."""
+        sizes = self.sizes
+        memory, disk = sizes.curve(), sizes.disk_curve()
+        prices = sizes.settings.prices
+        return {
+            "trace": about(self.trace),
+            "policy": self.policy,
+            "method": self.method,
+            "block_bytes": sizes.settings.block_bytes,
+            "token_s": sizes.settings.token_s,
+            "prices": {name: getattr(prices, name) for name in PRICES},
+            "memory": [as_data(sizes, one) for one in memory],
+            "disk": [as_data(sizes, one) for one in disk],
+            "memory_knee": as_data(sizes, knee(memory)),
+            "disk_knee": as_data(sizes, knee(disk, of_disk=True)),
+            "best": as_data(sizes, sizes.best()),
+            "replayed": checked,
+        }

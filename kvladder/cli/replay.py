@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvladder.cli.tracing import (
-    Progress,
+    ProgressLine,
+    about,
     aligned,
     assumed,
     block_bytes_of,
@@ -89,30 +90,35 @@ def replay(
     token_s = seconds_of(prefill)
     found = opened(trace, block_tokens)
     size, how = block_bytes_of(found, model, dtype, block_bytes)
-    overrides = {"block": {"tokens": found.block_tokens}}
-    stack = load_config(config, overrides=overrides)
-    below = [level.name for level in stack.levels]
-    settings = ReplaySettings(
-        size,
-        token_s,
-        by_level(speeds, "--speeds", below, speeds_of),
-        {level.name: _ratio(level) for level in stack.levels}
-        | by_level(ratios, "--ratios", below, ratio_of),
-    )
-    results = [
-        run(
-            found,
-            stack,
-            replace(settings, policy=name),
-            progress=Progress(f"replay {name or 'as configured'}", always=progress),
-        )
-        for name in _chosen(policies, stack)
-    ]
+    stack = load_config(config, overrides={"block": {"tokens": found.block_tokens}})
+    settings = _settings(stack, size, token_s, speeds, ratios)
+    results: list[ReplayResult] = []
+    for name in _chosen(policies, stack):
+        line = ProgressLine(f"replay {name or 'as configured'}", always=progress)
+        results.append(run(found, stack, replace(settings, policy=name), progress=line))
     bounds = _bounds(found, stack, size)
     if json_:
         return json.dumps(_data(found, results, bounds, settings), indent=2)
     lines = [summary_of(found), *assumed(token_s, size, how, settings.ratios), ""]
-    return "\n".join([*lines, *aligned(_rows(results, bounds, found))])
+    return "\n".join([*lines, *aligned(_rows(results, bounds))])
+
+
+def _settings(
+    stack: StackConfig,
+    block_bytes: int,
+    token_s: float | None,
+    speeds: str | None,
+    ratios: str | None,
+) -> ReplaySettings:
+    """Return the settings of a replay of this stack."""
+    below = [level.name for level in stack.levels]
+    known = {level.name: _ratio(level) for level in stack.levels}
+    return ReplaySettings(
+        block_bytes,
+        token_s,
+        by_level(speeds, "--speeds", below, speeds_of),
+        known | by_level(ratios, "--ratios", below, ratio_of),
+    )
 
 
 def _chosen(policies: str | None, stack: StackConfig) -> list[str | None]:
@@ -146,9 +152,7 @@ def _bounds(trace: Trace, stack: StackConfig, block_bytes: int) -> dict[str, flo
     }
 
 
-def _rows(
-    results: Sequence[ReplayResult], bounds: Mapping[str, float], trace: Trace
-) -> list[list[str]]:
+def _rows(results: Sequence[ReplayResult], bounds: Mapping[str, float]) -> list[list[str]]:
     first = results[0]
     levels, below = [*first.hits], [*first.hits][1:]
     has_seconds = first.saved_s is not None
@@ -174,15 +178,7 @@ def _data(
     settings: ReplaySettings,
 ) -> dict[str, Any]:
     return {
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "blocks": trace.blocks,
-            "unique": trace.unique,
-            "block_tokens": trace.block_tokens,
-            "seconds": trace.seconds,
-            "warnings": list(trace.warnings),
-        },
+        "trace": about(trace),
         "block_bytes": settings.block_bytes,
         "token_s": settings.token_s,
         "results": [one.as_dict() for one in results],

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvladder.errors import ConfigError
 from kvladder.planning.models import bytes_per_token
@@ -79,7 +79,7 @@ def by_level(
     for part in text.split(",") if text else ():
         name, equals, value = (one.strip() for one in part.partition("="))
         if not equals or name not in levels:
-            hint = f"expected NAME=VALUE with one of: {', '.join(levels) or 'no level below host'}"
+            hint = f"expected NAME=VALUE with one of: {', '.join(levels) or 'none is below host'}"
             raise ConfigError(repr(part), path=flag, hint=hint)
         found[name] = read(value)
     return found
@@ -106,7 +106,7 @@ def ratio_of(text: str) -> float:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines of columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
+    lines: list[str] = []
     for first, *cells in rows:
         right = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([f"{first:{widths[0]}}", *right]).rstrip())
@@ -121,7 +121,20 @@ def summary_of(trace: Trace) -> str:
     )
 
 
-class Progress:
+def about(trace: Trace) -> dict[str, Any]:
+    """Return the facts about a trace as plain data."""
+    return {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "blocks": trace.blocks,
+        "unique": trace.unique,
+        "block_tokens": trace.block_tokens,
+        "seconds": trace.seconds,
+        "warnings": list(trace.warnings),
+    }
+
+
+class ProgressLine:
     """Prints how far a task is, and how long the rest takes, on standard error.
 
     Prints nothing if standard error is no terminal, unless ``always``.

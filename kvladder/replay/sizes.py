@@ -43,6 +43,11 @@ class Prices:
     gpu: float | None = None
     """Of an hour of the device that computes prompts."""
 
+    @property
+    def whole(self) -> bool | None:
+        """True if all are given, else None."""
+        return None if None in (self.memory, self.disk, self.gpu) else True
+
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
@@ -118,12 +123,12 @@ class SizePlan:
         self._memory_max = self._most(
             settings.memory_max,
             settings.memory_block,
-            "--memory-max",
+            "--most memory",
             self.least,
             f"{PROMPTS_MIN} of the longest prompt",
         )
         self._disk_max = self._most(
-            settings.disk_max, settings.disk_block, "--disk-max", settings.batch, "one batch"
+            settings.disk_max, settings.disk_block, "--most disk", settings.batch, "one batch"
         )
 
     def _most(self, given: int | None, block_bytes: int, flag: str, least: int, what: str) -> int:

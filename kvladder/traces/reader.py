@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from kvladder.errors import ConfigError
+from kvladder.schema import is_list, is_mapping
 
 EXPECTED: Final = "expected a line of Mooncake's format: timestamp, input_length, hash_ids"
 GZIP: Final = b"\x1f\x8b"
@@ -238,9 +239,9 @@ def _slowly(text: bytes, where: str) -> _Line:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _Cut(f"not JSON: {_shown(text.decode(errors='replace'))}") from error
-    if not isinstance(found, dict):
+    if not is_mapping(found):
         raise TraceError(f"{_kind(found)}, not an object", file=where, hint=EXPECTED)
-    entry = cast("dict[str, Any]", found)
+    entry = found
     missing = [name for name in ("timestamp", "input_length", "hash_ids") if name not in entry]
     if missing:
         what = f"no {missing[0]}, but {_shown(', '.join(entry))}"
@@ -254,7 +255,7 @@ def _slowly(text: bytes, where: str) -> _Line:
             hint = "expected a whole number of tokens"
             raise TraceError(f"{name}: {_shown(value)}", file=where, hint=hint)
     ids: Any = entry["hash_ids"]
-    if not isinstance(ids, list):
+    if not is_list(ids):
         what = f"hash_ids: {_kind(ids)} {_shown(ids)}"
         raise TraceError(what, file=where, hint="expected a list of ids")
     for at, one in enumerate(ids):
@@ -339,8 +340,8 @@ def _agreeing(ranges: Counter[tuple[int, int]]) -> Counter[int]:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
+    names = {"dict": "an object", "list": "a list", "str": "text", "bool": "true or false"}
+    return "null" if value is None else names.get(type(value).__name__, "a number")
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.cli import main
+from kvladder.cli import _parser, main
 from tests.patience import PATIENCE_S
 
 LLAMA = {
@@ -126,13 +126,15 @@ WRONG = [
     ("plan", "--block-bytes 4096 --block-tokens 0", "--block-tokens: 0"),
     ("plan", "--block-bytes 4096 --prefill -1", "--prefill: -1.0"),
     ("plan", "--block-bytes 4096 --prefill nan", "--prefill: nan"),
-    ("plan", "--block-bytes 4096 --memory-price -2", "--memory-price: -2.0"),
+    ("plan", "--block-bytes 4096 --prices memory=-2", "--prices: -2.0"),
+    ("plan", "--block-bytes 4096 --prices ram=2", "--prices: 'ram=2' (expected NAME=VALUE"),
+    ("plan", "--block-bytes 4096 --prices disk=low", "--prices: 'low' (expected a number)"),
     ("plan", "--block-bytes 4096 --disk-read fast", "--disk-read: 'fast'"),
     ("plan", "--block-bytes 4096 --budget 0", "--budget: 0.0"),
     ("plan", "--block-bytes 4096 --policy best", "--policy: unknown policy 'best'"),
     ("plan", "--block-bytes 4096 --prices /none.yaml", "/none.yaml: No such file"),
-    ("plan", "--block-bytes 1GiB --disk-max 2GiB", "--disk-max: 2 GiB holds 1 block, less"),
-    ("plan", "--block-bytes 1GiB --memory-max 2GiB", "--memory-max: 2 GiB holds 2 blocks"),
+    ("plan", "--block-bytes 1GiB --most disk=2GiB", "--most disk: 2 GiB holds 1 block, less"),
+    ("plan", "--block-bytes 1GiB --most memory=2GiB", "--most memory: 2 GiB holds 2 blocks"),
     ("replay", "--block-bytes 4096 --policies a,b", "--policies: unknown policy 'a'"),
     ("replay", "--block-bytes 4096 --speeds far=1GB", "--speeds: 'far=1GB' (expected NAME="),
     ("replay", "--block-bytes 4096 --speeds cold=x", "--speeds: 'x'"),
@@ -195,3 +197,12 @@ def test_the_command_runs_as_a_process(trace: Path, stack: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "plan: " in done.stdout
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "plan.md"
+    lines = [text for text in page.read_text().splitlines() if text.startswith("kvladder ")]
+    assert len(lines) == 2
+    for text in lines:
+        given = vars(_parser().parse_args(text.split()[1:]))
+        assert given["trace"] == Path("trace.jsonl")

@@ -17,8 +17,8 @@ from tests.replay.test_replay import chats, lru_model, trace_of
 BLOCK = 1 << 20
 GIB = 1 << 30
 PRICED = [
-    *("--prefill", "1000", "--disk-read", "10GB", "--gpu-price", "4"),
-    *("--memory-price", "2", "--disk-price", "0.02"),
+    *("--prefill", "1000", "--disk-read", "10GB"),
+    *("--prices", "memory=2, disk=0.02, gpu=4"),
 ]
 
 
@@ -98,16 +98,15 @@ def test_without_prices_there_are_hits_and_no_money(path: Path, capsys: Any) -> 
     assert plan["memory_knee"]["net_a_month"] is None
     assert main(["plan", str(path), "--block-bytes", "1 MiB"]) == 0
     out = capsys.readouterr().out
-    missing = "--prefill, --memory-price, --disk-price, --gpu-price"
-    assert f"a split needs prices (not given: {missing})" in out
+    assert "a split needs prices (not given: --prefill, --prices)" in out
     assert out.count("knee") >= 2
 
 
 def test_prices_may_come_from_a_file(path: Path, tmp_path: Path, capsys: Any) -> None:
     prices = tmp_path / "prices.yaml"
-    prices.write_text("{memory: 2, disk: 0.02, gpu: 9}")
+    prices.write_text("{memory: 2, disk: 0.02, gpu: 4}")
     more = ["--prefill", "1000", "--disk-read", "10GB", "--prices", str(prices)]
-    assert planned(path, capsys, *more, "--gpu-price", "4") == planned(path, capsys, *PRICED)
+    assert planned(path, capsys, *more) == planned(path, capsys, *PRICED)
 
 
 def test_hits_are_those_of_lru_and_grow_with_the_size(path: Path, capsys: Any) -> None:
@@ -163,8 +162,8 @@ def test_interpolation_meets_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"memory_max": 63 * 4096}, r"--memory-max: 252 KiB holds 63 blocks, less than 2 of the"),
-        ({"disk_max": 4096}, r"--disk-max: 4 KiB holds 1 block, less than one batch \(expected"),
+        ({"memory_max": 63 * 4096}, r"--most memory: 252 KiB holds 63 blocks, less than 2 of the"),
+        ({"disk_max": 4096}, r"--most disk: 4 KiB holds 1 block, less than one batch \(expected"),
     ],
 )
 def test_sizes_below_one_batch_are_refused(given: dict[str, int], says: str) -> None:
