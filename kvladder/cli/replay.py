@@ -25,6 +25,7 @@ from kvladder.cli.tracing import (
 from kvladder.config import registry
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
+from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.replay.bounds import belady, lru_hits
 from kvladder.replay.engine import ReplayResult, ReplaySettings
@@ -91,6 +92,9 @@ def replay(
     found = opened(trace, block_tokens)
     size, how = block_bytes_of(found, model, dtype, block_bytes)
     stack = load_config(config, overrides={"block": {"tokens": found.block_tokens}})
+    if not stack.arena_bytes:
+        hint = "expected arena: and tiers:"
+        raise ConfigError("it has no tiers to replay over", path=str(config), hint=hint)
     settings = _settings(stack, size, token_s, speeds, ratios)
     results: list[ReplayResult] = []
     for name in _chosen(policies, stack):

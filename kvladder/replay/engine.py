@@ -24,12 +24,12 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.policy.fetch_cost import AvoidedCompute
+from kvladder.replay.loop import VirtualLoop
 from kvladder.replay.medium import PacedTier, Speeds
 from kvladder.replay.virtual import (
     VIEW_BYTES,
     VirtualArena,
     VirtualClock,
-    VirtualLoop,
     VirtualPortal,
     run_inline,
 )

@@ -1,10 +1,8 @@
-"""Virtual time and memory: an event loop whose clock jumps, and an arena without bytes."""
+"""What a cache in virtual time runs on: clocks, a portal, and an arena without bytes."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -14,44 +12,8 @@ from kvladder.tiers.ladder.stack import Post
 
 T = TypeVar("T")
 
-RESOLUTION_S: Final = 1e-9
-"""A timer is due if it is less than this many seconds in the future."""
 VIEW_BYTES: Final = 64
 """Bytes of a block in virtual memory."""
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    """A selector that never blocks and has no ready files; it passes the timeout on."""
-
-    jump: Callable[[float], None]
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nothing will ever happen again"
-        if timeout > 0:
-            self.jump(timeout)
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer as soon as no callback is ready.
-
-    Callbacks run in the order in which they became ready, so equal runs are equal.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        selector = _JumpingSelector()
-        selector.jump = self._jump
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self._now
-
-    def _jump(self, timeout: float) -> None:
-        then = self._now + timeout
-        if then == self._now or then + RESOLUTION_S == then:  # else no timer would be due
-            then = math.nextafter(then, math.inf)
-        self._now = then
 
 
 class VirtualClock:

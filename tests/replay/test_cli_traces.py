@@ -175,6 +175,12 @@ def test_wrong_prices_are_refused(
     assert says in capsys.readouterr().err
 
 
+def test_a_stack_without_tiers_is_refused(trace: Path, stack: Path, capsys: Any) -> None:
+    stack.write_text("gpu: {memory: 1 GiB}")
+    assert main(["replay", str(trace), "--config", str(stack), "--block-bytes", "4096"]) == 2
+    assert f"{stack}: it has no tiers to replay over" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["replay", "plan"])
 def test_a_wrong_line_is_named(trace: Path, stack: Path, capsys: Any, command: str) -> None:
     trace.write_text('{"timestamp": 1, "input_length": 4, "hash_ids": [null]}\n')

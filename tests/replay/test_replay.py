@@ -18,8 +18,9 @@ from kvladder.errors import ConfigError
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.replay.bounds import belady, lru_hits
 from kvladder.replay.engine import ReplayResult, ReplaySettings, replay
+from kvladder.replay.loop import VirtualLoop
 from kvladder.replay.medium import Speeds
-from kvladder.replay.virtual import VirtualArena, VirtualLoop
+from kvladder.replay.virtual import VirtualArena
 from kvladder.traces.reader import Trace, TraceRequest
 
 BLOCK = 4096
