@@ -283,7 +283,7 @@ def whole() -> dict[str, Any]:
     }
     file = section(Sections)
     properties = file["properties"]
-    for name in ("control", "block"):  # each may be written as its one common setting
+    for name in ("control", "record", "block"):  # each may be written as its one common setting
         short = properties[name].pop("description", "")
         properties[name] = {"anyOf": [properties[name], {"type": ["string", "integer"]}]}
         properties[name] |= {"description": short} if short else {}

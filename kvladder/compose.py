@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,18 @@ from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.preflight import warn_at_start
 from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import PipelineSettings, told_apart
+from kvladder.tiers.context import Clock
 from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.client import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.stack import HostSettings, TierStack
+from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
+from kvladder.traces.files import TraceFiles
+from kvladder.traces.recorder import Recorder
+from kvladder.traces.recording import RecordingManager, require_place
 
 if TYPE_CHECKING:
     from kvladder.export.process import Export
@@ -93,7 +99,9 @@ def open_manager(
         undo.callback(runtime.close)
         aside = [arena.set_aside(count) for count in scratch]
         fields = told(named.all_fields, salt=config.block.salt)
-        stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)), fields)
+        clock, both = SystemClock(), list(zip(edges, aside, strict=True))
+        stack = build_stack(config, layout, arena, both, fields, post=runtime.post, clock=clock)
+        runtime.post(stack.lock.be_patient)
         publisher = _publisher(config, layout, stack, device)
         if publisher is not None:
             undo.callback(publisher.close)
@@ -101,8 +109,10 @@ def open_manager(
         in_effect = "\n".join(map(_in_effect, stack.levels))
         if publisher is not None:
             publisher.start()
+        recorder = _recorder(config, layout, stack, instance)
         undo.pop_all()  # from here on the manager closes them
-        manager = CacheManager(
+        make = CacheManager if recorder is None else partial(RecordingManager, recorder)
+        manager = make(
             layout=layout,
             namespace=space,
             arena=arena,
@@ -115,17 +125,29 @@ def open_manager(
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
-        if config.control.path is not None:
-            path = socket_path(config.control.path, instance)
-            say = stack.shared.notices.say
-            manager.admit(ControlServer(path, manager, runtime, say=say))
-        if config.export.listen is not None:
-            export = _export(config, manager, stack, runtime, instance, serves=serves)
-            manager.admit(export)
-            manager.report("export", export.counts)
+        _admit(config, manager, stack, runtime, instance, serves=serves)
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
+
+
+def _admit(
+    config: StackConfig,
+    manager: CacheManager,
+    stack: TierStack,
+    runtime: Runtime,
+    instance: int,
+    *,
+    serves: bool,
+) -> None:
+    """Begin what uses the cache beside the engine: the control socket and the export."""
+    if config.control.path is not None:
+        path = socket_path(config.control.path, instance)
+        manager.admit(ControlServer(path, manager, runtime, say=stack.shared.notices.say))
+    if config.export.listen is not None:
+        export = _export(config, manager, stack, runtime, instance, serves=serves)
+        manager.admit(export)
+        manager.report("export", export.counts)
 
 
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
@@ -136,6 +158,30 @@ def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
+    if config.record.path is not None and (pools or serves):
+        raise unrecorded("a cache server's clients" if serves else "pools on the device")
+
+
+def unrecorded(what: str) -> ConfigError:
+    """Return the error for a recording of ``what``, which look up only parts of their prompts."""
+    hint = f"leave it out: {what} look up parts of prompts, so requests cannot be told"
+    return ConfigError("has no effect here", path="record", hint=hint)
+
+
+def _recorder(
+    config: StackConfig, layout: Layout, stack: TierStack, instance: int
+) -> Recorder | None:
+    """Return the recorder of requests, its thread started; None if none is configured."""
+    record = config.record
+    if record.path is None:
+        return None
+    path = require_place(record.of(instance))
+    return Recorder(
+        TraceFiles(path, size_bytes=record.size_bytes, files=record.files),
+        now=stack.shared.clock.now,
+        say=stack.shared.notices.say,
+        block_tokens=layout.block_tokens,
+    )
 
 
 def _export(
@@ -198,23 +244,28 @@ def _named(config: StackConfig, layout: Layout) -> Layout:
     return replace(layout, fields={**layout.fields, **fields})
 
 
-def _stack(
+def build_stack(
     config: StackConfig,
     layout: Layout,
     arena: Arena,
-    runtime: Runtime,
     edges: Sequence[tuple[PipelineSettings, Sequence[Slot]]],
     fields: Mapping[str, str],
+    *,
+    post: Post,
+    clock: Clock,
+    make_tier: Callable[[LevelConfig], Tier] = LevelConfig.make_tier,
 ) -> TierStack:
-    """Build the stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
-    clock, lock = SystemClock(), StackLock()
-    runtime.post(lock.be_patient)
+    """Build the stack, not yet opened; ``edges`` has codecs and scratch slots for each level.
+
+    ``make_tier`` returns the tier of each level below host.
+    """
+    lock = StackLock()
     shared = Shared(
         arena=arena,
         lock=lock,
         clock=clock,
-        events=EventBuffer(config.events.max, post=runtime.post),
-        notices=Notices(clock.now, held=lock.held, post=runtime.post),
+        events=EventBuffer(config.events.max, post=post),
+        notices=Notices(clock.now, held=lock.held, post=post),
         fields=fields,
     )
     host = HostSettings(
@@ -225,14 +276,14 @@ def _stack(
         shares=config.shares(config.host, arena.slots, layout.slot_bytes),
     )
     levels = [
-        _spec(config, level, layout, shared, pipeline, scratch)
+        _spec(config, level, layout, shared, pipeline, scratch, make_tier(level))
         for level, (pipeline, scratch) in zip(config.levels, edges, strict=True)
     ]
     return TierStack(
         host,
         levels,
         shared,
-        post=runtime.post,
+        post=post,
         fetch_blocks_max=max(1, config.fetch.budget.of(arena.slots)),
         worth=FetchCostModel(always=config.fetch.when == "always"),
     )
@@ -245,6 +296,7 @@ def _spec(
     shared: Shared,
     pipeline: PipelineSettings,
     scratch: Sequence[Slot],
+    tier: Tier,
 ) -> LevelDefinition:
     """Return the definition of a level below host; its tier is not opened yet."""
     breaker = config.breaker
@@ -256,7 +308,7 @@ def _spec(
     blocks = config.capacity_blocks(layout)
     return LevelDefinition(
         name=config.name,
-        tier=config.make_tier(),
+        tier=tier,
         rule=config.rule,
         capacity_blocks=blocks,
         policy=config.make_policy(),

@@ -28,6 +28,7 @@ from kvladder.layout import Layout
 from kvladder.schema import within
 from kvladder.tiers.base import Medium
 from kvladder.tiers.codecs.base import Stage
+from kvladder.traces.recording import require_place
 from kvladder.units import Size
 
 logger = logging.getLogger("kvladder")
@@ -98,6 +99,9 @@ def _preflight(config: StackConfig) -> Findings:
     if config.control.path is not None:
         path = Path(config.control.path)
         _try(found, config, "", lambda: _socket(path, found.warnings.append))
+    if config.record.path is not None:
+        record = config.record
+        _try(found, config, "", lambda: require_place(record.of(0)))
     if config.export.listen is not None:
         extras.add(("kvladder", "nixl"))
         told = _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))

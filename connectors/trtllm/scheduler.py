@@ -18,6 +18,7 @@ from kvladder.manager import Fetch
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.runtime import SystemClock
+from kvladder.traces.recording import recorder_of
 
 NO_PAGE: Final = -1
 """Entry of a list of blocks that stands for no block."""
@@ -132,6 +133,10 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         salt = str(getattr(request, "cache_salt", None) or "")
         state = TrtllmRequest(salt, cache.keys.root(salt=salt), tokens, len(tokens))
         self._requests[request.request_id] = state
+        recorder = recorder_of(cache.manager)
+        if recorder is not None:
+            whole = self._named(state, len(tokens) // cache.tokens)
+            recorder.arrived(request.request_id, whole, len(tokens))
         first, rest = divmod(computed, cache.tokens)
         usable = (len(tokens) - 1) // cache.tokens  # one token is always computed
         if rest or first >= usable or not cache.complete:
@@ -272,6 +277,9 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         """Return whether its blocks are being saved; the workers then say when to free them."""
         cache = self._cache
         cache.settle()
+        recorder, state = recorder_of(cache.manager), self._requests.get(request.request_id)
+        if recorder is not None and state is not None:
+            recorder.finished(request.request_id, (), len(state.tokens) - state.prompt)
         self._forget(request.request_id)
         under_way = {one.job.id for one in cache.connector.saving}
         self._saving = {job: owner for job, owner in self._saving.items() if job in under_way}

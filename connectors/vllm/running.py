@@ -23,8 +23,10 @@ from kvladder.connectors.vllm.start import overwrites
 from kvladder.connectors.vllm.step import Attach, Load, Report, StepMetadata
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.gpu.copy.copier import CopyJob, JobId
+from kvladder.keys import BlockKey
 from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
+from kvladder.traces.recording import recorder_of
 
 Tables = Sequence[Sequence[int]]
 """A request's block table in vLLM for each group."""
@@ -96,6 +98,7 @@ class RunningScheduler:
         """True if the step being built has a load by layer."""
         manager = connector.manager
         self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
+        self._recorder = recorder_of(manager)
         self._answers = Answers(
             self._groups,
             connector,
@@ -134,6 +137,9 @@ class RunningScheduler:
             state.adapter = None
             if state.lora.load_inplace:
                 self._weights.doubt_adapter(state.number)
+        if self._recorder is not None:
+            prompt = self._prompt(state)
+            self._recorder.arrived(request.request_id, prompt, request.num_prompt_tokens)
         self._answers.early(state, behind=self._computing.waiting)
         self._computing.expect(state, request.num_tokens)
 
@@ -247,6 +253,9 @@ class RunningScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return
+        if self._recorder is not None:
+            output = request.num_tokens - request.num_prompt_tokens
+            self._recorder.finished(request.request_id, self._prompt(state), output)
         self._answers.drop(state)
         self._computing.expect(state, 0)
         if self._answers.named(state):
@@ -255,6 +264,13 @@ class RunningScheduler:
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 # blocks are saved head first; after this the tail is evicted first
                 self.connector.manager.touch(keys, session=state.policy.session)
+
+    def _prompt(self, state: RequestState) -> list[BlockKey]:
+        """Return the keys of the main group's blocks of a prompt; none if they have no names."""
+        if not self._answers.named(state):
+            return []
+        main = self._groups.main
+        return state.keys(main, 0, state.request.num_prompt_tokens // main.tokens)
 
     # ---- a step
 

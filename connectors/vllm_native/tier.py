@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvladder.compose import open_manager
+from kvladder.compose import open_manager, unrecorded
 from kvladder.config.stack import load_config
 from kvladder.connectors.inline import InlineConnector
 from kvladder.connectors.naming import folder_fields, model_folder, prefixed
@@ -121,6 +121,8 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             )
         route()
         settings = load_config(stack if config is None else config)
+        if settings.record.path is not None:
+            raise unrecorded("the calls of vLLM's own offloading")
         layout = layout_of(
             offloading_spec.config, self.block_size_bytes, settings.model.fingerprint
         )

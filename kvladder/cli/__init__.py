@@ -1,4 +1,4 @@
-"""The command line: ``kvladder check``, ``size``, ``eval``, ``serve``, ``stats``, ``purge`` ...
+"""The command line: ``kvladder check``, ``size``, ``plan``, ``replay``, ``serve``, ``stats`` ...
 
 Each command is a function. Its parameters are the command's arguments, and ``--help`` prints its
 docstring.
@@ -17,7 +17,9 @@ from typing import Any, Final, get_args
 from kvladder.cli.check import check
 from kvladder.cli.evaluate import TooMuch, eval_
 from kvladder.cli.output import Unwritable, say
+from kvladder.cli.plan import plan
 from kvladder.cli.purge import purge
+from kvladder.cli.replay import replay
 from kvladder.cli.serve import serve
 from kvladder.cli.size import size
 from kvladder.cli.stats import describe, stats
@@ -28,7 +30,7 @@ EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
 EXIT_PIPE: Final = 128 + 13
 """The exit code that a shell reports for a program ended by SIGPIPE."""
-COMMANDS: Final = (check, size, eval_, serve, stats, describe, purge)
+COMMANDS: Final = (check, size, plan, replay, eval_, serve, stats, describe, purge)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """Matches the description of one parameter in a docstring."""
 

@@ -116,8 +116,9 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     for first, *cells in rows:
         aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         yield "  ".join([f"{first:{widths[0]}}", *aligned])
-    if "export" in counts:
-        yield "export: " + ", ".join(f"{name} {n}" for name, n in counts["export"].items())
+    for section in ("export", "record"):
+        if section in counts:
+            yield f"{section}: " + ", ".join(f"{name} {n}" for name, n in counts[section].items())
 
 
 def _breakers(level: dict[str, Any]) -> str:

@@ -163,6 +163,30 @@ class ControlConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(repr(self.path), path="path", hint=hint)
 
 
+class RecordConfig(Settings, frozen=True, kw_only=True):
+    """Recording of what requests ask, as a trace. ``record: PATH`` is short for it."""
+
+    path: str | None = None
+    """File of the trace; without one nothing is recorded."""
+    size_bytes: Size = msgspec.field(name="size", default=Size(64 << 20))
+    """Largest size of a file; a full file is renamed to ``PATH.1``, and that to ``PATH.2`` ..."""
+    files: Positive = 8
+    """Largest number of files; the oldest is removed."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None and (not Path(self.path).name or "\0" in self.path):
+            hint = "expected the name of a file, or leave it out"
+            raise ConfigError(repr(self.path), path="path", hint=hint)
+        if self.path is None and (self.size_bytes != Size(64 << 20) or self.files != 8):
+            raise ConfigError("missing", path="path", hint="expected the name of a file")
+
+    def of(self, instance: int) -> Path:
+        """Return the file of one of several engines; ``path`` is set."""
+        assert self.path is not None
+        path = Path(self.path)
+        return path.with_name(f"{path.stem}-dp{instance}{path.suffix}") if instance else path
+
+
 WILDCARDS = {"0.0.0.0", "*", "[::]"}  # noqa: S104 - what is refused as an address of clients
 PORT_MAX = 65535
 
@@ -274,6 +298,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
     export: ExportConfig = ExportConfig()
+    record: RecordConfig = RecordConfig()
     limits: LimitsConfig = LimitsConfig()
     quota: QuotaConfig = QuotaConfig()
 

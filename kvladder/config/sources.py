@@ -169,7 +169,7 @@ def _gather(
             found.lay(keys, _text(env[name], name), "environment", name)
     for path, value in _leaves(_plain(overrides, "", found)):
         found.lay(path, value, "engine")
-    for section, key in (("control", "path"), ("block", "size")):
+    for section, key in (("control", "path"), ("record", "path"), ("block", "size")):
         if isinstance(found.raw.get(section), str | int):
             found.raw[section] = {key: found.raw[section]}
 

@@ -7,8 +7,6 @@ ever end raises :class:`Deadlock` instead of hanging.
 from __future__ import annotations
 
 import asyncio
-import math
-import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -17,6 +15,8 @@ from contextvars import Context
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
+from kvladder.replay.loop import RESOLUTION_S, VirtualLoop
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -24,8 +24,6 @@ TURNS_MAX = 10_000
 """Most turns of the loop at one instant; more mean that code polls without waiting."""
 TURNS_TOTAL_MAX = 1_000_000
 """Most turns of the loop in a run; more mean that code polls for ever while time passes."""
-RESOLUTION_S = 1e-9
-"""A timer is due if it is less than this many seconds in the future."""
 EPOCH_S = 1_800_000_000.0
 """Wall time at which a simulated loop begins, in seconds since the epoch."""
 
@@ -61,17 +59,7 @@ def where(task: asyncio.Task[Any]) -> str:
     return f"{task.get_name()}: " + (" > ".join(places) or "not started")
 
 
-class _Selector(selectors.SelectSelector):
-    """A selector that never blocks and has no ready files; it passes the timeout to the loop."""
-
-    turn: Callable[[float | None], None]
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self.turn(timeout)
-        return []
-
-
-class SimLoop(asyncio.SelectorEventLoop):
+class SimLoop(VirtualLoop):
     """An event loop whose time jumps to the next timer as soon as nothing is ready.
 
     Ready callbacks run in a random order drawn from ``seed``. This finds code that relies on the
@@ -82,36 +70,23 @@ class SimLoop(asyncio.SelectorEventLoop):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = Random(seed)
-        self._now = 0.0
         self._turns = 0
         self._turns_total = 0
         self._waiting: list[tuple[asyncio.Handle, object]] = []
         self._thread = threading.get_ident()
-        selector = _Selector()
-        selector.turn = self._turn
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self._now
+        super().__init__()
 
     def run_forever(self) -> None:
         self._turns = self._turns_total = 0
         super().run_forever()
 
     def _turn(self, timeout: float | None) -> None:
-        """Advance the time; called once per turn of the loop.
-
-        ``timeout`` is 0 if a callback is ready, and None if none ever will be.
-        """
         if timeout is None:
             tasks = sorted(map(where, asyncio.all_tasks(self))) or ["no tasks"]
             raise Deadlock(f"nothing will ever happen again at {self._now:g} s:\n" + _lines(tasks))
         self._turns_total += 1
         if timeout > 0 and self._turns_total <= TURNS_TOTAL_MAX:
-            then = self._now + timeout
-            if then == self._now or then + RESOLUTION_S == then:  # else no timer would be due
-                then = math.nextafter(then, math.inf)
-            self._now = then
+            self._jump(timeout)
             self._turns = 0
             return
         self._turns += 1

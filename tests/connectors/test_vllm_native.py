@@ -198,6 +198,8 @@ def test_wrong_settings_are_refused(model: Path, tmp_path: Path) -> None:
         Native(model, tmp_path / "kv", hosst="1 MiB")
     with pytest.raises(ConfigError, match=r"secondary_tiers.host: cannot be combined with config"):
         Native(model, tmp_path / "kv", config="stack.yaml")
+    with pytest.raises(ConfigError, match=r"record: has no effect .*vLLM's own offloading look up"):
+        Native(model, tmp_path / "kv", record=str(tmp_path / "trace.jsonl"))
 
 
 # ---- the cache policy

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvladder
+from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.device import cache as device
 from kvladder.device import open_device
@@ -345,6 +346,15 @@ def test_an_incomplete_stack_is_refused(source: dict[str, Any], path: str) -> No
 def test_an_engine_with_a_pool_of_its_own_needs_tiers() -> None:
     with pytest.raises(ConfigError, match=r"gpu: has no effect here .*a block pool of its own"):
         kvladder.open_cache({"gpu": {}}, layout=kvladder.Layout(16, 4096))
+
+
+def test_pools_on_the_device_record_nothing(tmp_path: Path) -> None:
+    source = {"gpu": {}, "record": {"path": str(tmp_path / "trace.jsonl")}}
+    with pytest.raises(ConfigError, match=r"record: has no effect here .*without arena: and tiers"):
+        load_config(source, env={})
+    source |= {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
+    with pytest.raises(ConfigError, match=r"record: has no effect here .*pools on the device look"):
+        open_manager(load_config(source, env={}), kvladder.Layout(16, 4096), pools=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 12])

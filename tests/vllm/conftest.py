@@ -98,6 +98,7 @@ def filled(
     """
     directory = tmp_path_factory.mktemp("filled")
     extra = {"host": "64 MiB", "files": str(directory / "kv"), "capacity": "64 MiB"}
+    extra["record"] = str(directory / "trace.jsonl")
     steps = [
         ["each", {"prompts": PROMPTS}],
         ["reset"],

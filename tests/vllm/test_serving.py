@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvladder.config.stack import load_config
+from kvladder.replay.engine import ReplaySettings, replay
+from kvladder.traces.reader import read_trace
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HITS, LAYERS, PROMPT_TOKENS, PROMPTS, Run, stack, told
@@ -26,6 +29,12 @@ def test_the_same_process_after_a_reset_is_served_from_host(
     assert warm["cached"] == own["cached"] == [HITS] * len(PROMPTS)
     assert stats["host"]["hits"] * BLOCK == ALL
     assert stats["copies"]["onboard_bytes"] == stats["host"]["hits"] * (128 << 10)
+    trace = read_trace(filled[0].with_name("trace.jsonl"))
+    assert (trace.block_tokens, trace.warnings) == (BLOCK, ())
+    told = [(one.input_tokens, one.output_tokens, len(one.blocks)) for one in trace.requests]
+    assert told == [(PROMPT_TOKENS, 16, HITS // BLOCK)] * 3 * len(PROMPTS)
+    again = replay(trace, load_config({"host": "64 MiB"}, env={}), ReplaySettings(128 << 10))
+    assert again.hits["host"] * BLOCK == warm["external"] + sum(own["cached"])
 
 
 @pytest.mark.versions

@@ -1,0 +1,257 @@
+"""Replays a trace: an engine without a model, over the levels of a configuration.
+
+Everything that decides is real: the manager, the levels, their rules and policies, and the choice
+between fetching and computing. Only the media are replaced, by tiers that take a medium's time, and
+the arena has no bytes. Requests are served one after the other: each is looked up, fetched, and
+saved once it is computed, and then touched, as by vLLM's connector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from kvladder.compose import build_stack
+from kvladder.config.settings import LevelConfig
+from kvladder.config.stack import StackConfig
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager
+from kvladder.policy.fetch_cost import AvoidedCompute
+from kvladder.replay.loop import VirtualLoop
+from kvladder.replay.medium import PacedTier, Speeds
+from kvladder.replay.virtual import (
+    VIEW_BYTES,
+    VirtualArena,
+    VirtualClock,
+    VirtualPortal,
+    run_inline,
+)
+from kvladder.tiers.codecs.pipeline import PipelineSettings
+from kvladder.tiers.ladder.stack import TierStack
+from kvladder.traces.reader import Trace, TraceRequest
+
+POLL_S: Final = 0.002
+"""Virtual seconds between two looks at a fetch in flight, as between an engine's steps."""
+SETTLE_S: Final = 60.0
+"""Longest virtual time for which writes are waited for where computing takes no time."""
+REPORT_EVERY: Final = 64
+"""Requests between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """What a trace and a stack do not tell."""
+
+    block_bytes: int
+    """Bytes of one of the trace's blocks before codecs."""
+    token_s: float | None = None
+    """Seconds to compute one token; None if unknown: then computing takes no time."""
+    speeds: Mapping[str, Speeds] = field(default_factory=dict[str, Speeds])
+    """Speed of each level's medium, by the level's name; others take no time."""
+    ratios: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Stored bytes of each level by bytes of the block, by its name; 1 for others."""
+    policy: str | None = None
+    """Name of the policy of all levels; None takes those of the configuration."""
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What a replay counted; blocks unless a name says otherwise."""
+
+    policy: str
+    requests: int = 0
+    asked: int = 0
+    hits: dict[str, int] = field(default_factory=dict[str, int])
+    """By the level that had the block."""
+    written: dict[str, int] = field(default_factory=dict[str, int])
+    written_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """After codecs."""
+    evicted: dict[str, int] = field(default_factory=dict[str, int])
+    unsaved: int = 0
+    """Blocks that found no room, or waited for none."""
+    wait_s: float = 0.0
+    """Virtual seconds for which requests waited for fetches."""
+    virtual_s: float = 0.0
+    token_s: float | None = None
+    block_tokens: int = 1
+
+    @property
+    def ratio(self) -> float:
+        """Fraction of the blocks that some level had."""
+        return sum(self.hits.values()) / self.asked if self.asked else 0.0
+
+    @property
+    def saved_s(self) -> dict[str, float] | None:
+        """Seconds of computing that each level's hits save; None if the speed is not known."""
+        if self.token_s is None:
+            return None
+        block_s = self.token_s * self.block_tokens
+        return {name: count * block_s for name, count in self.hits.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        names = ("policy", "requests", "asked", "hits", "written", "written_bytes", "evicted")
+        found = {name: getattr(self, name) for name in names}
+        more = {"unsaved": self.unsaved, "wait_s": self.wait_s, "virtual_s": self.virtual_s}
+        return {**found, "ratio": self.ratio, "saved_s": self.saved_s, **more}
+
+
+def replay(
+    trace: Trace,
+    config: StackConfig,
+    settings: ReplaySettings,
+    *,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+) -> ReplayResult:
+    """Replay a trace over the levels of ``config``; ``progress`` gets requests done and all.
+
+    Raises
+    ------
+    ConfigError
+        The trace's blocks do not fit the configuration.
+    """
+    if settings.policy is not None:
+        config = with_policy(config, settings.policy)
+    layout = Layout(trace.block_tokens, settings.block_bytes)
+    config.check(layout)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(_Replayer(trace, config, settings, layout).run(progress))
+
+
+def with_policy(config: StackConfig, name: str) -> StackConfig:
+    """Return the configuration with one eviction policy for all levels."""
+    tiers = tuple(msgspec.structs.replace(tier, policy=name) for tier in config.tiers)
+    return msgspec.structs.replace(config, tiers=tiers)
+
+
+class _Replayer:
+    """One replay, inside a virtual loop."""
+
+    def __init__(
+        self, trace: Trace, config: StackConfig, settings: ReplaySettings, layout: Layout
+    ) -> None:
+        self._trace = trace
+        self._config = config
+        self._settings = settings
+        self._layout = layout
+        numbers = range(trace.unique)
+        self._keys = [BlockKey(blake2b(b"%d" % n, digest_size=32).digest()) for n in numbers]
+        named = {config.host.policy: None, **{level.policy: None for level in config.levels}}
+        self._result = ReplayResult(
+            ", ".join(named), token_s=settings.token_s, block_tokens=trace.block_tokens
+        )
+        self._hits = Counter[str]()
+
+    async def run(self, progress: Callable[[int, int], object]) -> ReplayResult:
+        """Replay all requests and return the counts."""
+        loop, result, requests = asyncio.get_running_loop(), self._result, self._trace.requests
+        manager, stack = await self._open()
+        token_s = self._settings.token_s
+        if token_s is not None:
+            manager.prefilled(self._trace.block_tokens * 64, token_s * 64 * result.block_tokens)
+        begin_s = requests[0].at_s
+        for number, request in enumerate(requests):
+            if number % REPORT_EVERY == 0:
+                progress(number, len(requests))
+            wait_s = request.at_s - begin_s - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            await self._serve(request, manager, stack)
+        progress(len(requests), len(requests))
+        result.virtual_s = loop.time()
+        self._count(manager)
+        await stack.aclose(flush_timeout_s=0)
+        return result
+
+    async def _open(self) -> tuple[CacheManager, TierStack]:
+        config, layout, loop = self._config, self._layout, asyncio.get_running_loop()
+        slots = config.arena_slots(layout)
+        arena = VirtualArena(max(1, slots), layout.slot_bytes)
+        arena.set_aside(int(not slots))
+        clock = VirtualClock(loop)
+        edges = [(PipelineSettings(), ()) for _ in config.levels]
+        quiet = msgspec.structs.replace(
+            config, events=msgspec.structs.replace(config.events, max=0, publish=None, replay=None)
+        )
+        stack = build_stack(
+            quiet, layout, arena, edges, {}, post=loop.call_soon, clock=clock, make_tier=self._tier
+        )
+        small = Layout(layout.block_tokens, VIEW_BYTES)
+        space = small.namespace()
+        await stack.open(small, space, lambda _name: run_inline)
+        manager = CacheManager(
+            layout=layout,
+            namespace=space,
+            arena=arena,
+            stack=stack,
+            portal=VirtualPortal(loop),
+            fetch_deadline_s=config.fetch.deadline_s,
+        )
+        return manager, stack
+
+    def _tier(self, level: LevelConfig) -> PacedTier:
+        return PacedTier(
+            self._settings.speeds.get(level.name),
+            stored_bytes=self._stored_bytes(level.name),
+            batch_max=level.make.batch_max,
+            is_bare=True,
+        )
+
+    def _stored_bytes(self, level: str) -> float:
+        return self._settings.block_bytes * self._settings.ratios.get(level, 1.0)
+
+    async def _serve(self, request: TraceRequest, manager: CacheManager, stack: TierStack) -> None:
+        """Look up, fetch, compute and save one request's blocks."""
+        result, loop, token_s = self._result, asyncio.get_running_loop(), self._settings.token_s
+        result.requests += 1
+        result.asked += len(request.blocks)
+        keys = [self._keys[block] for block in request.blocks]
+        hit = 0
+        if keys:
+            begun_s = loop.time()
+            tokens = len(keys) * self._trace.block_tokens
+            fetch = manager.fetch(keys, saves=AvoidedCompute(tokens))
+            while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
+                await asyncio.sleep(POLL_S)
+            result.wait_s += loop.time() - begun_s
+            hit = fetch.blocks
+            self._hits.update(fetch.sources)
+            fetch.release()
+        if token_s is not None:
+            left = max(0, request.input_tokens - hit * self._trace.block_tokens)
+            await asyncio.sleep(left * token_s)
+        if keys:
+            manager.save(keys).commit()
+            manager.touch(keys)
+        if token_s is None:
+            await self._settle(stack)
+
+    async def _settle(self, stack: TierStack) -> None:
+        """Wait until blocks on their way down are written."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        end_s = loop.time() + SETTLE_S
+        while stack.pending and loop.time() < end_s:  # noqa: ASYNC110 - as seen from outside
+            await asyncio.sleep(POLL_S)
+
+    def _count(self, manager: CacheManager) -> None:
+        result, stats = self._result, manager.stats()
+        for level in (self._config.host, *self._config.levels):
+            counts: Mapping[str, Any] = stats[level.name]
+            result.hits[level.name] = self._hits[level.name]
+            result.written[level.name] = counts["stored"]
+            size = self._stored_bytes(level.name)
+            if level is self._config.host:
+                size = self._settings.block_bytes
+            result.written_bytes[level.name] = int(counts["stored"] * size)
+            result.evicted[level.name] = counts["evicted"]
+            result.unsaved += sum(
+                count for name, count in counts.items() if name.startswith("dropped_")
+            )

@@ -1,0 +1,249 @@
+"""Records what requests ask: one line a request, in Mooncake's format, written by a thread.
+
+An id is 53 bits of a hash of the block's key, keyed by random bytes that exist only in this
+process: it says nothing about tokens, cannot be linked to a key or to another recording, needs no
+table, and fits the numbers of JSON readers that use doubles.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from kvladder.keys import BlockKey
+from kvladder.traces.files import TraceFiles
+
+EVENTS_MAX: Final = 4096
+"""Largest number of events that wait for the thread; further ones are dropped and counted."""
+BLOCKS_MAX: Final = 1 << 18
+"""Largest number of blocks in these events, and in the requests that have not finished."""
+OPEN_MAX: Final = 4096
+"""Largest number of requests that have not finished; beyond it the oldest is written as it is."""
+CLOSE_S: Final = 5.0
+"""Time for which closing waits for the thread, which a disk may hold up."""
+ID_BITS: Final = 53
+_encode: Final = msgspec.json.Encoder().encode
+
+Kind = Literal["asked", "arrived", "finished"]
+Keys = Sequence[BlockKey]
+
+
+class _RecordEvent(NamedTuple):
+    kind: Kind
+    at_s: float
+    request: Hashable
+    keys: Keys
+    tokens: int
+
+
+@dataclass(slots=True)
+class _OpenLine:
+    """A request that is not written yet."""
+
+    at_s: float
+    keys: Keys
+    input_tokens: int
+    output_tokens: int = 0
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class RecordCounts:
+    """Counters of a recording."""
+
+    requests: int = 0
+    """Requests written."""
+    bytes: int = 0
+    dropped: int = 0
+    """Requests left out because the thread or the disk did not keep up, or a line is too long."""
+    unnamed: int = 0
+    """Requests left out because their blocks have no names."""
+    failures: int = 0
+    """Writes that failed."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Recorder:
+    """Takes what an engine's threads tell and writes it from a thread of its own.
+
+    ``asked`` is for lookups without a request's name: the same keys again, with no save between,
+    are the same request, looked up once more. ``arrived`` and ``finished`` are for connectors that
+    know requests; from the first ``arrived`` on, ``asked`` does nothing. None of them waits.
+
+    Parameters
+    ----------
+    now:
+        The clock, monotonic seconds.
+    say:
+        Takes the kind and the text of a warning.
+    block_tokens:
+        Tokens of a block, for lookups that do not say how many tokens the prompt has.
+    """
+
+    def __init__(
+        self,
+        files: TraceFiles,
+        *,
+        now: Callable[[], float],
+        say: Callable[[str, str], object],
+        block_tokens: int,
+    ) -> None:
+        self.counts = RecordCounts()
+        self._files = files
+        self._now = now
+        self._say = say
+        self._tokens = block_tokens
+        self._secret = os.urandom(32)
+        self._begun_s = now()
+        self._last: Keys = ()
+        self._names_requests = False
+        self._ready = threading.Condition()
+        self._events: deque[_RecordEvent] = deque()
+        self._blocks = 0
+        """Number of blocks in ``_events``."""
+        self._closing = False
+        self._open: OrderedDict[Hashable, _OpenLine] = OrderedDict()
+        self._open_blocks = 0
+        self._is_ill = False
+        """True after a write failed, until one succeeds: it is said once."""
+        self._thread = threading.Thread(target=self._work, name="kvladder-record", daemon=True)
+        self._thread.start()
+
+    # ---- for the engine's threads
+
+    def asked(self, keys: Keys) -> None:
+        """Record a lookup of a prompt's blocks."""
+        if not self._names_requests and keys and keys != self._last:
+            self._last = keys
+            self._put(_RecordEvent("asked", self._now(), None, keys, len(keys) * self._tokens))
+
+    def saves(self) -> None:
+        """Note that blocks are saved: the next lookup is another request's."""
+        self._last = ()
+
+    def arrived(self, request: Hashable, keys: Keys, tokens: int) -> None:
+        """Record a request when it arrives; later calls for it, before it has finished, do nothing.
+
+        ``keys`` are empty as long as its blocks have no names; ``tokens`` is its prompt's length.
+        """
+        self._names_requests = True
+        self._put(_RecordEvent("arrived", self._now(), request, keys, tokens))
+
+    def finished(self, request: Hashable, keys: Keys, output_tokens: int) -> None:
+        """Record that a request has finished; ``keys`` count if it had none when it arrived."""
+        self._put(_RecordEvent("finished", self._now(), request, keys, output_tokens))
+
+    def _put(self, event: _RecordEvent) -> None:
+        blocks = len(event.keys)
+        with self._ready:
+            is_full = len(self._events) >= EVENTS_MAX or self._blocks + blocks > BLOCKS_MAX
+            if self._closing or is_full:
+                self.counts.dropped += event.kind != "finished"
+                return
+            self._blocks += blocks
+            self._events.append(event)
+            self._ready.notify()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters."""
+        return self.counts.as_dict()
+
+    def close(self) -> None:
+        """Write what has been told, requests that have not finished too, and end the thread."""
+        with self._ready:
+            self._closing = True
+            self._ready.notify()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._say("record", f"{self._files.path} does not answer: the recording is cut")
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._ready:
+                while not self._events and not self._closing:
+                    self._ready.wait()
+                events = list(self._events)
+                self._events.clear()
+                self._blocks = 0
+                is_last = self._closing
+            for event in events:
+                self._take(event)
+                self._write_finished()
+            if is_last:
+                break
+        for line in self._open.values():
+            self._write(line)
+        self._open.clear()
+        self._files.close()
+
+    def _take(self, event: _RecordEvent) -> None:
+        if event.kind == "asked":
+            self._add(object(), _OpenLine(event.at_s, event.keys, event.tokens, is_over=True))
+        elif event.kind == "arrived":
+            if event.request not in self._open:
+                self._add(event.request, _OpenLine(event.at_s, event.keys, event.tokens))
+        elif (line := self._open.get(event.request)) is not None:
+            line.output_tokens, line.is_over = event.tokens, True
+            if not line.keys:
+                line.keys = event.keys
+                self._open_blocks += len(event.keys)
+
+    def _add(self, request: Hashable, line: _OpenLine) -> None:
+        self._open[request] = line
+        self._open_blocks += len(line.keys)
+
+    def _write_finished(self) -> None:
+        """Write requests in the order of their arrival, as far as the oldest have finished."""
+        while self._open:
+            request, line = next(iter(self._open.items()))
+            is_crowded = len(self._open) > OPEN_MAX or self._open_blocks > BLOCKS_MAX
+            if not line.is_over and not is_crowded:
+                return
+            del self._open[request]
+            self._open_blocks -= len(line.keys)
+            self._write(line)
+
+    def _write(self, line: _OpenLine) -> None:
+        if not line.keys and line.input_tokens >= self._tokens:
+            self.counts.unnamed += 1
+            return
+        text = _encode(self._as_line(line)) + b"\n"
+        try:
+            is_written = self._files.write(text)
+        except OSError as error:
+            self.counts.failures += 1
+            self.counts.dropped += 1
+            if not self._is_ill:
+                why = error.strerror or str(error)
+                what = f"requests are not recorded: {self._files.path}: {why}"
+                self._say("record", f"{what}; serving does not depend on it")
+            self._is_ill = True
+            return
+        self._is_ill = False
+        self.counts.dropped += not is_written
+        self.counts.requests += is_written
+        self.counts.bytes += len(text) * is_written
+
+    def _as_line(self, line: _OpenLine) -> dict[str, Any]:
+        return {
+            "timestamp": int((line.at_s - self._begun_s) * 1000),
+            "input_length": line.input_tokens,
+            "output_length": line.output_tokens,
+            "hash_ids": [self._id(key) for key in line.keys],
+        }
+
+    def _id(self, key: BlockKey) -> int:
+        digest = blake2b(key, digest_size=8, key=self._secret).digest()
+        return int.from_bytes(digest) >> (64 - ID_BITS)

@@ -1,0 +1,240 @@
+"""Replays count what a simple model counts, and no policy does better than the optimum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvladder.config import registry
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.replay.bounds import belady, lru_hits
+from kvladder.replay.engine import ReplayResult, ReplaySettings, replay
+from kvladder.replay.loop import VirtualLoop
+from kvladder.replay.medium import Speeds
+from kvladder.replay.virtual import VirtualArena
+from kvladder.traces.reader import Trace, TraceRequest
+
+BLOCK = 4096
+TOKENS = 512
+
+
+def trace_of(prompts: Sequence[Sequence[int]], *, every_s: float = 1.0) -> Trace:
+    requests = [
+        TraceRequest(n * every_s, len(blocks) * TOKENS, 10, blocks)
+        for n, blocks in enumerate(prompts)
+    ]
+    unique = 1 + max((block for blocks in prompts for block in blocks), default=-1)
+    return Trace("made", requests, unique, TOKENS)
+
+
+def chats(seed: int, requests: int = 300, *, longest: int = 12) -> Trace:
+    """Conversations that grow, with a common beginning, and once in a while a fork."""
+    random = Random(seed)
+    count = 3
+    talks: list[list[int]] = []
+    prompts: list[list[int]] = []
+    for _ in range(requests):
+        if talks and random.random() < 0.7:
+            talk = random.choice(talks[-20:])
+            talk = talk[: random.randint(1, len(talk))] if random.random() < 0.1 else talk
+        else:
+            talk = [0, 1, 2][: random.randint(0, 3)]
+        more = random.randint(1, 3)
+        talk = ([*talk, *range(count, count + more)])[:longest]
+        count += more
+        talks.append(talk)
+        prompts.append(talk)
+    numbers: dict[int, int] = {}
+    return trace_of([[numbers.setdefault(b, len(numbers)) for b in blocks] for blocks in prompts])
+
+
+def lru_model(trace: Trace, room: int) -> int:
+    """Hits of an LRU cache, a request's tail used first, that pins what it reads."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in trace.requests:
+        for block in request.blocks:
+            if block not in kept:
+                break
+            hits += 1
+        for block in reversed(request.blocks):
+            kept[block] = None
+            kept.move_to_end(block)
+        while len(kept) > room:
+            kept.popitem(last=False)
+    return hits
+
+
+def stack(memory: int, disk: int = 0, **options: Any) -> Any:
+    tiers: list[dict[str, Any]] = [{"type": "host"}]
+    if disk:
+        tiers.append({"type": "memory", "capacity": disk * BLOCK, "when": "commit", **options})
+    return load_config({"arena": {"size": memory * BLOCK}, "tiers": tiers}, env={})
+
+
+def run(trace: Trace, config: Any, **settings: Any) -> ReplayResult:
+    return replay(trace, config, ReplaySettings(BLOCK, **settings))
+
+
+@pytest.mark.parametrize("room", [30, 60, 120, 240, 5000])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_of_memory_alone_is_lru(seed: int, room: int) -> None:
+    trace = chats(seed)
+    result = run(trace, stack(room))
+    assert sum(result.hits.values()) == lru_model(trace, room) == lru_hits(trace).hits(room)
+    assert (result.requests, result.asked) == (len(trace.requests), trace.blocks)
+    assert result.written["host"] >= trace.unique
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_disk_with_all_that_is_written_serves_as_much_as_the_larger_of_the_two(seed: int) -> None:
+    trace = chats(seed, 600)
+    result = run(trace, stack(64, 256))
+    wanted = lru_hits(trace).ratio(256)
+    assert result.ratio == pytest.approx(wanted, abs=0.01)
+    assert result.hits["host"] == pytest.approx(lru_model(trace, 64), rel=0.02)
+    assert result.hits["memory"] > 0
+    assert result.written_bytes["memory"] == result.written["memory"] * BLOCK
+
+
+def test_equal_replays_are_equal() -> None:
+    trace = chats(1)
+    speeds = {"memory": Speeds(1e6, 1e5, 0.001)}
+    first, second = (run(trace, stack(40, 200), speeds=speeds, token_s=1e-4) for _ in range(2))
+    assert first.as_dict() == second.as_dict()
+
+
+def test_seconds_saved_are_those_of_the_tokens() -> None:
+    trace = chats(2)
+    result = run(trace, stack(64, 256), token_s=0.001)
+    assert result.saved_s == {
+        name: pytest.approx(hits * TOKENS * 0.001) for name, hits in result.hits.items()
+    }
+    assert run(trace, stack(64)).saved_s is None
+
+
+def test_a_medium_slower_than_computing_is_not_read() -> None:
+    """The choice between fetching and computing is the real one."""
+    trace = chats(3)
+    fast = run(trace, stack(30, 256), token_s=0.001)
+    slow = {"memory": Speeds(read=BLOCK / 100, write=1e9)}
+    late = run(trace, stack(30, 256), token_s=0.001, speeds=slow)
+    assert late.hits["memory"] < 0.1 * fast.hits["memory"]
+    assert late.wait_s < 0.2 * trace.seconds
+
+
+def test_ratios_count_in_bytes_and_time() -> None:
+    trace = chats(4)
+    plain, half = (run(trace, stack(30, 256), ratios={"memory": ratio}) for ratio in (1.0, 0.5))
+    assert half.written == plain.written
+    assert half.written_bytes["memory"] * 2 == plain.written_bytes["memory"]
+
+
+def test_rules_of_levels_are_those_of_the_configuration() -> None:
+    trace = chats(5)
+    every = run(trace, stack(30, 256)).written["memory"]
+    again = run(trace, stack(30, 256, min_hits=1)).written["memory"]
+    assert 0 < again < every / 2
+
+
+def test_time_to_live_is_in_the_time_of_the_trace() -> None:
+    blocks = [[0, 1, 2]] * 10
+    for every_s, hits in ((1.0, 27), (100.0, 0)):
+        config = load_config(
+            {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host", "ttl": "50 s"}]}, env={}
+        )
+        assert run(trace_of(blocks, every_s=every_s), config).hits == {"host": hits}
+
+
+class NewestFirst(PrioritizedLRU):
+    """Evicts what was used last."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*super().__iter__()][::-1])
+
+
+def test_any_registered_policy_can_be_replayed() -> None:
+    registry.register("policies", "newest-first", NewestFirst)
+    try:
+        trace = chats(6)
+        result = run(trace, stack(40, 100), policy="newest-first")
+        assert result.policy == "newest-first"
+        assert result.ratio < run(trace, stack(40, 100)).ratio
+    finally:
+        del registry._registered["policies", "newest-first"]
+
+
+@pytest.mark.parametrize("room", [10, 40, 100])
+def test_no_policy_beats_belady(room: int) -> None:
+    trace = chats(7)
+    best = belady([one.blocks for one in trace.requests], trace.unique, room)
+    assert lru_model(trace, room) <= best <= lru_model(trace, 10**9)
+    assert belady([one.blocks for one in trace.requests], trace.unique, 10**9) == lru_model(
+        trace, 10**9
+    )
+
+
+prompts = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=40)
+
+
+@given(told=prompts, room=st.integers(6, 40))
+def test_stack_distances_are_lru_at_every_size(told: list[tuple[int, int]], room: int) -> None:
+    trace = trace_of([[talk * 10 + n for n in range(length)] for talk, length in told])
+    assert lru_hits(trace).hits(room) == lru_model(trace, room)
+
+
+def test_sampled_distances_are_near() -> None:
+    trace = chats(8, 4000)
+    exact, sampled = lru_hits(trace), lru_hits(trace, exact_max=trace.blocks // 4)
+    assert sampled.rate == pytest.approx(0.25, abs=0.05)
+    for room in (300, 1000, 3000):
+        assert sampled.ratio(room) == pytest.approx(exact.ratio(room), abs=0.05)
+
+
+def test_a_level_below_one_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tiers\[1\]\.capacity: 12 KiB holds 3 blocks, less"):
+        run(chats(0), stack(64, 3))
+    with pytest.raises(ConfigError, match=r"arena\.size: 4 KiB .*at least one block"):
+        replay(chats(0), stack(1), ReplaySettings(8192))
+
+
+def test_a_prompt_longer_than_the_memory_is_served_in_part() -> None:
+    trace = trace_of([[*range(50)]] * 4)
+    result = run(trace, stack(20, 100))
+    assert result.asked == 200
+    assert 0 < sum(result.hits.values()) < 150
+
+
+def test_requests_without_blocks_are_counted() -> None:
+    result = run(trace_of([[], [0], []]), stack(10))
+    assert (result.requests, result.asked) == (3, 1)
+
+
+def test_virtual_time_jumps() -> None:
+    async def sleep() -> float:
+        await asyncio.gather(*(asyncio.sleep(1e7 + n) for n in range(3)))
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(sleep()) == pytest.approx(1e7 + 2)
+
+
+def test_virtual_slots_are_counted_as_others() -> None:
+    arena = VirtualArena(10, 1 << 40)
+    slots = arena.lease(4) or []
+    arena.share(slots[:1])
+    arena.check()
+    arena.release(slots)
+    assert (arena.free, arena.claims(slots[0])) == (9, 1)
+    arena.release(slots[:1])
+    assert arena.lease(11) is None
+    assert arena.close()
