@@ -134,7 +134,7 @@ def test_sustained_preemption_is_answered_with_advice_once_in_a_while(
     with caplog.at_level(logging.WARNING, "kvladder"):
         assert make_way(50, 7.0) == 0, "now and then"
         assert make_way(preempt.SUSTAINED, 1.0) == 1
-        for word in ("fewer requests", "shorten", "gpu.memory", "fp8", "out-of-memory.md"):
+        for word in ("fewer requests", "shorten their", "gpu.memory", "fp8", "out-of-memory.md"):
             assert word in caplog.messages[0]
         assert make_way(100, 1.0) == 0, "it was said"
         now_s[0] += preempt.ADVICE_EVERY_S

@@ -110,7 +110,7 @@ def test_small_blocks_are_refused_before_anything_is_asked(block_bytes):
     with pytest.raises(ConfigError) as caught:
         kvladder.open_cache(source, layout=layout)
     assert caught.value.path == "tiers[1].type"
-    assert "a request" in caught.value.message
+    assert "each is one request" in caught.value.message
     assert "at least 256 KiB" in caught.value.hint
     load_config(source, env={}).check(LAYOUT)
 
