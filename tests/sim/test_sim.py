@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
+from kvladder.replay.loop import RESOLUTION_S
 from kvladder.testing.sim import (
     EPOCH_S,
-    RESOLUTION_S,
     TURNS_MAX,
     Deadlock,
     InlineBlocking,
