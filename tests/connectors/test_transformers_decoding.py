@@ -236,7 +236,9 @@ def test_nothing_comes_after_an_end_that_was_drafted():
 
 def test_drafts_for_states_and_what_else_does_not_go_are_refused():
     with opened_states(state_model("qwen3-next"), state_stack()) as pooled:
-        with pytest.raises(ConfigError, match=r"drafts: 0\.state is a state.*beams work") as got:
+        with pytest.raises(
+            ConfigError, match=r"drafts: 0\.state is a state.*beams are supported"
+        ) as got:
             Engine(pooled).submit([1, 2, 3], NEW, drafts_max=2)
         assert got.value.path == "drafts"
         request = pooled.requests.begin([1, 2, 3])
