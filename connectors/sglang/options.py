@@ -36,7 +36,7 @@ def parse(extra: Mapping[str, Any]) -> StackConfig:
         raise ConfigError("missing", path=f"{WHERE}.interface_v1", hint=hint)
     ours = {name: value for name, value in extra.items() if name not in SGLANGS}
     for path in _secrets(WHERE, ours):
-        what = "SGLang logs its arguments when it starts, so the log would show this secret"
+        what = "SGLang logs its arguments when it starts, so the log would show this value"
         raise ConfigError(what, path=path, hint='put it into a file: "config": "stack.yaml"')
     _, config = parse_extra(ours, ExtraOptions, WHERE)
     deadline = config.fetch.deadline_s

@@ -288,7 +288,7 @@ def test_tokens_that_generate_takes_for_padding_are_not_kept() -> None:
         cache = prefixes.begin(prompt)
         way = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         [said] = model.generate(torch.tensor([prompt]), past_key_values=cache, **way).tolist()
-        with pytest.raises(LayoutError, match="token 1, another .*without padding"):
+        with pytest.raises(LayoutError, match="another token at position 1 .*without padding"):
             prefixes.keep(cache, said)
 
 

@@ -111,7 +111,7 @@ def test_other_salts_adapters_and_prompts_match_nothing(manager: CacheManager) -
 
 
 def test_tensors_of_another_size_are_refused(manager: CacheManager) -> None:
-    with pytest.raises(LayoutError, match=r"4096 bytes in the tensors .*says 8192"):
+    with pytest.raises(LayoutError, match=r"4096 bytes in the tensors .*expected 8192"):
         InlineConnector(manager, torch.zeros(8, 1, BLOCK_TOKENS, 64))
 
 

@@ -476,7 +476,7 @@ def test_a_pool_that_does_not_locate_its_pages_is_refused(opened):
         def get_page_buffer_meta(self, indices):
             raise ValueError("Unsupported layout: page_tail")
 
-    with pytest.raises(ValueError, match=r"'kv', a Other, does not tell .*page_tail .*mem-layout"):
+    with pytest.raises(ValueError, match=r"'kv', a Other, does not report .*page_tail .*layout p"):
         opened(pool=Other())
 
 

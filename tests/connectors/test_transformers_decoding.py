@@ -236,7 +236,9 @@ def test_no_token_follows_a_drafted_end():
 
 def test_drafts_for_states_and_other_unsupported_drafts_are_refused():
     with opened_states(state_model("qwen3-next"), state_stack()) as pooled:
-        with pytest.raises(ConfigError, match=r"drafts: 0\.state is a state.*beams work") as got:
+        with pytest.raises(
+            ConfigError, match=r"drafts: 0\.state is a state.*beams are supported"
+        ) as got:
             Engine(pooled).submit([1, 2, 3], NEW, drafts_max=2)
         assert got.value.path == "drafts"
         request = pooled.requests.begin([1, 2, 3])

@@ -180,7 +180,9 @@ def with_rotation(kind: type) -> Any:
 
 def test_a_rotation_of_an_unknown_kind_is_refused_where_it_changes() -> None:
     model, [prompt] = with_rotation(Stepwise), prompts_of(1, shared=10, own=6)
-    with pytest.raises(LayoutError, match=r"context: model.rotary_emb .*up to 33 .*shorter con"):
+    with pytest.raises(
+        LayoutError, match=r"context: .* model.rotary_emb .*within 33 .*shorter con"
+    ):
         opened(model, stack(tokens=400), context=ORIGINAL + 1)
     said = plain(model, [prompt])
     with opened(model, stack(tokens=400), context=ORIGINAL) as pooled:

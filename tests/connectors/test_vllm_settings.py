@@ -103,7 +103,7 @@ def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
     ("part", "option", "value", "text"),
     [
         ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
-        ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports 1"),
+        ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports only 1"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "sha256 or sha256_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
     ],
@@ -193,7 +193,9 @@ def test_layers_that_do_not_announce_their_reads_are_refused() -> None:
     layers = vllm_config.compilation_config.static_forward_context
     layers.update(good=object.__new__(Attention), other=SimpleNamespace())
     check_layers(vllm_config, ["good"])
-    with pytest.raises(ConfigError, match=r"load: other, a SimpleNamespace, does not say .*async"):
+    with pytest.raises(
+        ConfigError, match=r"load: other, a SimpleNamespace, does not report .*async"
+    ):
         check_layers(vllm_config, ["good", "other"])
 
 
