@@ -1,0 +1,420 @@
+"""The adaptive order of one level: what is known of its blocks, and of those it had lately.
+
+``Panel`` is in C if the package was built with a compiler, else it is ``PythonPanel``. Both do the
+same; ``NATIVE`` says which one is used. ``docs/decisions/`` says why there are two.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from heapq import heapify, heapreplace, heappop
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Final
+
+from kvladder.policy.hazards import (
+    CLASSES,
+    COUNT_MAX,
+    HALVE,
+    INTERVALS,
+    LEVELS,
+    Learner,
+    Rank,
+    class_of,
+)
+
+FRONT: Final = CLASSES
+"""List of the blocks that go before all others of their priority."""
+WAYS: Final = 8
+UNITS: Final = 16
+"""Steps in which a ghost's time is kept, for each size of the level."""
+_PERIOD: Final = HALVE * UNITS
+_TIME: Final = 0x3FF
+
+
+class Seen:
+    """Says of keys whether they were used once lately; 24 bits for each block and generation.
+
+    Two Bloom filters, each for five times the size in uses: a key is forgotten after five to ten.
+    Some unknown keys are taken for known ones; see ``PythonPanel.requested`` for why few are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.words = max(16, 3 * size // 8)
+        self.now = array("Q", bytes(8 * self.words))
+        self.before = array("Q", bytes(8 * self.words))
+        self.began = 0
+        """Time at which the newer generation began."""
+
+    def _at(self, tag: int) -> tuple[int, int]:
+        """Return the word of a key, and its bits there."""
+        mixed = (tag * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 46
+        bits = 1 << (mixed & 63) | 1 << (mixed >> 6 & 63) | 1 << (mixed >> 12)
+        return (tag & 0xFFFFFFFF) * self.words >> 32, bits
+
+    def age(self, tag: int) -> int:
+        """Return about how many uses ago a key was used; 0 if it is unknown."""
+        at, bits = self._at(tag)
+        if self.now[at] & bits == bits:
+            return 2 * self.size
+        return 6 * self.size if self.before[at] & bits == bits else 0
+
+    def add(self, tag: int, last: int) -> None:
+        """Add a key that was used at time ``last``, if that is not too long ago."""
+        at, bits = self._at(tag)
+        if last >= self.began:
+            self.now[at] |= bits
+        elif last >= self.began - 5 * self.size:
+            self.before[at] |= bits
+
+    def tick(self, now: int) -> None:
+        """Begin a new generation when it is time."""
+        if now >= self.began + 5 * self.size:
+            self.began = now
+            self.before, self.now = self.now, self.before
+            self.now[:] = array("Q", bytes(8 * self.words))
+
+
+class Ghosts:
+    """What is known of keys that the level does not hold and that were used more than once.
+
+    It is bounded: 4 bytes for each block of the level. A key may be in one bucket of eight. If that
+    is full, the key of the least uses gives way, the one that was used the longest time ago first.
+    An entry has, from the lowest bit: the count of uses (4 bits; 0 if empty), the interval (2),
+    whether the level was asked for the key and it has not come yet (1), the time of its last use
+    (10), and 15 bits of the key.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.buckets = max(1, size // WAYS)
+        self.unit = max(1, size // UNITS)
+        self.entries = array("I", bytes(4 * WAYS * self.buckets))
+        self.seen = Seen(size)
+        self._swept = 0
+
+    def _at(self, tag: int) -> tuple[int, int]:
+        """Return the first entry of a key's bucket, and the bits that are compared."""
+        low, high = tag & 0xFFFFFFFF, tag >> 32
+        return (low * self.buckets >> 32) * WAYS, (low ^ high << 7) & 0x7FFF
+
+    def _left(self, entry: int, now: int) -> int:
+        """Return the count of an entry as of now."""
+        time = now // self.unit
+        then = time - (time - (entry >> 7) & _TIME)
+        return (entry & COUNT_MAX) >> min(COUNT_MAX, time // _PERIOD - then // _PERIOD)
+
+    def find(self, tag: int, now: int) -> tuple[int, int]:
+        """Return the place of a key and its count as of now; -1 and 0 if it is unknown."""
+        first, bits = self._at(tag)
+        for at in range(first, first + WAYS):
+            entry = self.entries[at]
+            if entry and entry >> 17 == bits and (left := self._left(entry, now)):
+                return at, left
+        return -1, 0
+
+    def count(self, tag: int, now: int) -> int:
+        """Return how often a key was used lately, as far as it is known."""
+        return self.find(tag, now)[1] or bool(self.seen.age(tag))
+
+    def take(self, tag: int, now: int) -> tuple[int, int, int, bool]:
+        """Remove a key; return count, age, interval and whether it is awaited.
+
+        The count is as of its last use; 0 if the key is unknown.
+        """
+        at, _ = self.find(tag, now)
+        if at < 0:
+            age = self.seen.age(tag)
+            return bool(age), age, 0, bool(age)
+        entry, self.entries[at] = self.entries[at], 0
+        age = (now // self.unit - (entry >> 7) & _TIME) * self.unit
+        return entry & COUNT_MAX, age, entry >> 4 & 3, bool(entry >> 6 & 1)
+
+    def put(self, tag: int, now: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
+        """Add a key, which is not there, with its class."""
+        if count < 2:
+            self.seen.add(tag, last)
+            return
+        first, bits = self._at(tag)
+        time, interval = last // self.unit & _TIME, max(0, kind - 1) % INTERVALS
+        found, least = first, (COUNT_MAX + 1, 0)
+        for at in range(first, first + WAYS):
+            entry = self.entries[at]
+            left = self._left(entry, now) if entry else 0
+            worth = (left, -(now // self.unit - (entry >> 7) & _TIME) if left else 0)
+            if worth < least:
+                found, least = at, worth
+            if not left:
+                break
+        self.entries[found] = bits << 17 | time << 7 | awaited << 6 | interval << 4 | count
+
+    def tick(self, now: int) -> None:
+        """Begin a new generation when it is time; empty entries of a bucket without uses left."""
+        self.seen.tick(now)
+        first = self._swept * WAYS
+        for at in range(first, first + WAYS):
+            entry = self.entries[at]
+            if entry and not self._left(entry, now):
+                self.entries[at] = 0
+        self._swept = (self._swept + 1) % self.buckets
+
+
+class Held:
+    """A block that the level holds."""
+
+    __slots__ = ("asked", "count", "kind", "last", "list", "priority", "tag")
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+        self.count = self.kind = self.last = 0
+        self.priority = 0
+        self.list = -1
+        """Its list; -1 while it may not go."""
+        self.asked = False
+        """True if a request has asked for it, and ``touch`` has not told that it was used."""
+
+
+class PythonPanel:
+    """Orders blocks of each priority by the rule that serves sampled keys best.
+
+    Parameters
+    ----------
+    size:
+        Number of blocks that the level holds at most.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size = max(1, size)
+        self._learner = Learner(size)
+        self._ghosts = Ghosts(size)
+        self._now = 0
+        self._held: dict[int, Held] = {}
+        self._handle: dict[int, int] = {}
+        """The handle of each key's tag."""
+        self._lists: dict[int, list[OrderedDict[int, None]]] = {}
+        self._len = 0
+
+    @property
+    def rule(self) -> int:
+        """Number of the rule that orders the blocks now."""
+        return self._learner.rule
+
+    def reserve(self, handles: int) -> None:
+        """Allocate memory for handles below ``handles``."""
+
+    def requested(self, keys: Sequence[bytes]) -> None:
+        """Count a use of each key, the last first.
+
+        The keys are those of a prompt, so a block was not used more often than the one before it.
+        That corrects most of what ``Seen`` and ``Ghosts`` take for known by mistake.
+        """
+        tags = [tag_of(key) for key in keys]
+        sampled = [*filter(self._learner.samples, tags)]
+        if sampled:
+            self._learner.asked(sampled)
+        counts = [*accumulate((self._count(tag) for tag in tags), min)]
+        for tag, most in zip(reversed(tags), reversed(counts), strict=True):
+            handle = self._handle.get(tag)
+            if handle is None:
+                self._await(tag, most)
+            else:
+                self._use(self._held[handle], handle)
+                self._held[handle].asked = True
+
+    def _count(self, tag: int) -> int:
+        """Return how often a key was used lately, as far as it is known."""
+        handle = self._handle.get(tag)
+        if handle is None:
+            return self._ghosts.count(tag, self._now)
+        one, period = self._held[handle], HALVE * self.size
+        return one.count >> min(COUNT_MAX, self._now // period - one.last // period)
+
+    def _await(self, tag: int, most: int) -> None:
+        """Count a use of a key that the level does not hold, which was used ``most`` times."""
+        count, age, _, _ = self._ghosts.take(tag, self._now)
+        count, kind = self._next(count if most else 0, age)
+        count = min(count, most + 1)
+        if count < LEVELS[0]:
+            kind = 0
+        self._learn(tag)
+        self._ghosts.put(tag, self._now, self._now, count, kind, awaited=True)
+
+    def _next(self, count: int, age: int) -> tuple[int, int]:
+        """Return count and class of a key after a use now, ``age`` uses after its last one."""
+        self._now += 1
+        period = HALVE * self.size
+        if count:
+            age = min(age + 1, self._now)  # where it is not known exactly
+            count >>= min(COUNT_MAX, self._now // period - (self._now - age) // period)
+        count = min(COUNT_MAX, count + 1)
+        return count, class_of(count, age, self.size)
+
+    def _learn(self, tag: int) -> None:
+        self._ghosts.tick(self._now)
+        if self._learner.samples(tag):
+            self._learner.use(tag, self._now)
+        self._learner.tick(self._now)
+
+    def _use(self, one: Held, handle: int) -> None:
+        one.count, one.kind = self._next(one.count, self._now - one.last)
+        one.last = self._now
+        self._learn(one.tag)
+        if one.list >= 0:
+            self._unlink(one, handle)
+            self._link(one, handle, one.kind)
+
+    def inserted(self, handles: Sequence[int], keys: Sequence[bytes], request: int) -> None:
+        """Hold blocks; a use of each that a request brought without asking for it before."""
+        for handle, key in zip(handles, keys, strict=True):
+            assert handle not in self._held, f"handle {handle} is held"
+            one = self._held[handle] = Held(tag_of(key))
+            count, age, interval, awaited = self._ghosts.take(one.tag, self._now)
+            if request and not awaited:
+                one.count, one.kind = self._next(count, age)
+                self._learn(one.tag)
+            elif count:
+                one.count = count
+                one.kind = _kind(count, interval)
+            else:
+                one.count, one.kind = 1, 0
+            one.last = self._now
+            self._handle[one.tag] = handle
+
+    def dropped(self, handles: Sequence[int], evicted: bool) -> None:
+        """Hold these blocks no longer."""
+        for handle in handles:
+            one = self._held[handle]
+            assert one.list < 0, f"handle {handle} is in the policy"
+            del self._held[handle]
+            if self._handle.get(one.tag) == handle:
+                del self._handle[one.tag]
+            if evicted:
+                self._ghosts.take(one.tag, self._now)
+                self._ghosts.put(
+                    one.tag, self._now, one.last, one.count, one.kind, awaited=False
+                )
+            elif self._learner.samples(one.tag):
+                self._learner.leave(one.tag, self._now)
+
+    def refused(self, keys: Sequence[bytes]) -> None:
+        """Take these keys out of the shadows: the level does not hold them."""
+        for tag in map(tag_of, keys):
+            if self._learner.samples(tag) and tag not in self._handle:
+                self._learner.leave(tag, self._now)
+
+    def push(self, handle: int, priority: int, front: bool) -> None:
+        """Add a block that is held."""
+        one = self._held[handle]
+        assert one.list < 0, f"handle {handle} pushed twice"
+        one.priority, one.asked = priority, False
+        one.last = self._now
+        self._link(one, handle, FRONT if front else one.kind)
+
+    def touch(self, handle: int) -> None:
+        """Make a block the most recently used of its class; count a use unless it was asked for."""
+        one = self._held[handle]
+        assert one.list >= 0, f"handle {handle} is not in the policy"
+        if one.asked:
+            one.asked = False
+            one.last = self._now
+            self._unlink(one, handle)
+            self._link(one, handle, one.kind)
+        else:
+            self._use(one, handle)
+
+    def remove(self, handle: int) -> None:
+        """Remove a block from the order; it is held still."""
+        one = self._held[handle]
+        assert one.list >= 0, f"handle {handle} is not in the policy"
+        self._unlink(one, handle)
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        """Push ``handles`` one after the other."""
+        for handle in handles:
+            self.push(handle, priority, False)
+
+    def touch_all(self, handles: Sequence[int]) -> None:
+        """Touch ``handles`` one after the other."""
+        for handle in handles:
+            self.touch(handle)
+
+    def remove_all(self, handles: Sequence[int]) -> None:
+        """Remove ``handles`` one after the other."""
+        for handle in handles:
+            self.remove(handle)
+
+    def _link(self, one: Held, handle: int, to: int) -> None:
+        lists = self._lists.get(one.priority)
+        if lists is None:
+            lists = self._lists[one.priority] = [OrderedDict() for _ in range(CLASSES + 1)]
+        lists[to][handle] = None
+        if to == FRONT:
+            lists[to].move_to_end(handle, last=False)
+        one.list = to
+        self._len += 1
+
+    def _unlink(self, one: Held, handle: int) -> None:
+        del self._lists[one.priority][one.list][handle]
+        one.list = -1
+        self._len -= 1
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __contains__(self, handle: int) -> bool:
+        one = self._held.get(handle)
+        return one is not None and one.list >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        for priority in sorted(self._lists):
+            lists = self._lists[priority]
+            yield from lists[FRONT]
+            walks = [iter(order) for order in lists[:CLASSES]]
+            heap = [self._ranked(handle) for walk in walks for handle in [next(walk, -1)]]
+            heap = [one for one in heap if one is not None]
+            heapify(heap)
+            while heap:
+                (_, _, kind), handle = heap[0]
+                following = self._ranked(next(walks[kind], -1))
+                if following is None:
+                    heappop(heap)
+                else:
+                    heapreplace(heap, following)
+                yield handle
+
+    def _ranked(self, handle: int) -> tuple[Rank, int] | None:
+        if handle < 0:
+            return None
+        one, learner = self._held[handle], self._learner
+        return learner.hazards.rank(learner.rule, one.kind, self._now - one.last), handle
+
+    def state(self) -> bytes:
+        """Return what was learned, ``STATE.size`` bytes."""
+        return self._learner.state()
+
+    def restore(self, state: bytes) -> None:
+        """Continue from what ``state`` returned."""
+        self._learner.restore(state)
+
+
+def tag_of(key: bytes) -> int:
+    """Return the 40 bits by which a key is known."""
+    return int.from_bytes(key[:5], "little")
+
+
+def _kind(count: int, interval: int) -> int:
+    if count < LEVELS[0]:
+        return 0
+    return 1 + (sum(count >= least for least in LEVELS) - 1) * INTERVALS + interval
+
+
+Panel: Any = PythonPanel
+_native: Any = None
+with suppress(ImportError):
+    _native = import_module("kvladder.policy._panel")
+NATIVE = _native is not None
+if NATIVE:
+    Panel = _native.Panel
