@@ -17,11 +17,12 @@
 enum { LEVELS = 6, INTERVALS = 4, CLASSES = 1 + LEVELS * INTERVALS, FRONT = CLASSES };
 enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 3 };
 enum { HAZARD, MULTI, RECENT };
-enum { WAYS = 8, UNITS = 16, PERIOD = HALVE * UNITS, TIME = 0x3FF, PRIORITIES = 101 };
+enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 2, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
-static const uint64_t TAG = 0xFFFFFFFFFFull;
 static const int LEAST[LEVELS] = {2, 3, 4, 6, 9, 15};
+static const int COUNTS[COUNT_LEVELS] = {0, 1, 2, 3, 4, 6, 9, 15};
+static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5}, AGES[4] = {1, 2, 4, 6};
 static const int GROUP[LEVELS] = {1, 1, 1, 2, 2, 3};
 
 typedef struct {
@@ -64,17 +65,14 @@ typedef struct {
     Use *log;
     uint64_t log_room, log_end, passed[BINS + 1];
     /* Ghosts */
-    uint32_t *ghosts;
-    int64_t buckets, unit, swept;
+    uint16_t *ghosts;
+    int64_t buckets, ages;
     /* Seen */
     uint64_t *seen, *seen_before;
     int64_t words, began;
     /* PythonPanel */
     Block *blocks;
-    int64_t room, held, listed;
-    int32_t *map;
-    uint8_t *map_high;
-    int64_t map_size;
+    int64_t room, listed;
     int32_t head[PRIORITIES][CLASSES + 1], tail[PRIORITIES][CLASSES + 1];
     uint32_t used[PRIORITIES];
 } Panel;
@@ -413,16 +411,22 @@ static void add_seen(Panel *self, uint64_t tag, int64_t last) {
 
 /* ---- Ghosts */
 
-static uint32_t *ghost_bucket(const Panel *self, uint64_t tag, uint32_t *bits) {
-    uint32_t low = (uint32_t)tag, high = (uint32_t)(tag >> 32);
-    *bits = (low ^ high << 7) & 0x7FFF;
-    return self->ghosts + ((uint64_t)low * (uint64_t)self->buckets >> 32) * WAYS;
+static uint16_t *ghost_bucket(const Panel *self, uint64_t tag, unsigned *bits) {
+    *bits = ((unsigned)tag ^ (unsigned)(tag >> 32)) & 0xFF;
+    return self->ghosts + ((uint64_t)(uint32_t)tag * (uint64_t)self->buckets >> 32) * WAYS;
 }
 
-static int ghost_left(uint32_t entry, int64_t time) {
-    int64_t then = time - ((time - (entry >> 7)) & TIME);
-    int64_t halved = time / PERIOD - then / PERIOD;
-    return (int)(entry & COUNT_MAX) >> (halved < COUNT_MAX ? halved : COUNT_MAX);
+static uint16_t *find_ghost(const Panel *self, uint64_t tag) {
+    unsigned bits;
+    uint16_t *bucket = ghost_bucket(self, tag, &bits);
+    for (int at = 0; at < WAYS; at++)
+        if (bucket[at] & 7 && bucket[at] >> 8 == (int)bits) return bucket + at;
+    return NULL;
+}
+
+static int ghost_count(const Panel *self, uint64_t tag) {
+    const uint16_t *found = find_ghost(self, tag);
+    return found ? COUNTS[*found & 7] : seen_age(self, tag) > 0;
 }
 
 typedef struct {
@@ -430,43 +434,28 @@ typedef struct {
     int64_t age;
 } Ghost;
 
-static uint32_t *find_ghost(const Panel *self, uint64_t tag, int *left) {
-    uint32_t bits, *bucket = ghost_bucket(self, tag, &bits);
-    int64_t time = self->now / self->unit;
-    for (int at = 0; at < WAYS; at++)
-        if (bucket[at] && bucket[at] >> 17 == bits && (*left = ghost_left(bucket[at], time)))
-            return bucket + at;
-    *left = 0;
-    return NULL;
-}
-
 static Ghost take_ghost(Panel *self, uint64_t tag) {
-    int left;
-    uint32_t *found = find_ghost(self, tag, &left);
+    uint16_t *found = find_ghost(self, tag);
     if (!found) {
         int64_t age = seen_age(self, tag);
-        return (Ghost){.count = age > 0, .awaited = age > 0, .age = age};
+        return (Ghost){.count = age > 0, .age = age};
     }
-    uint32_t entry = *found;
+    unsigned entry = *found;
     *found = 0;
-    return (Ghost){.count = entry & COUNT_MAX,
-                   .interval = entry >> 4 & 3,
-                   .awaited = entry >> 6 & 1,
-                   .age = ((self->now / self->unit - (entry >> 7)) & TIME) * self->unit};
+    return (Ghost){.count = COUNTS[entry & 7],
+                   .interval = entry >> 3 & 3,
+                   .awaited = entry >> 5 & 1,
+                   .age = AGES[entry >> 6 & 3] * self->size};
 }
 
 static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int kind, int awaited) {
-    if (count < 2) {
-        add_seen(self, tag, last);
-        return;
-    }
-    uint32_t bits, *bucket = ghost_bucket(self, tag, &bits);
-    int64_t time = self->now / self->unit, oldest = 0;
-    int found = 0, least = COUNT_MAX + 1, interval = kind ? (kind - 1) % INTERVALS : 0;
-    for (int at = 0; at < WAYS; at++) {
-        uint32_t entry = bucket[at];
-        int left = entry ? ghost_left(entry, time) : 0;
-        int64_t age = left ? (time - (entry >> 7)) & TIME : 0;
+    add_seen(self, tag, last);
+    if (count < 2 && !awaited) return;
+    unsigned bits, level = 0, least = COUNT_LEVELS, oldest = 0, found = 0;
+    uint16_t *bucket = ghost_bucket(self, tag, &bits);
+    while (level + 1 < COUNT_LEVELS && count >= COUNTS[level + 1]) level++;
+    for (unsigned at = 0; at < WAYS; at++) {
+        unsigned left = bucket[at] & 7, age = left ? bucket[at] >> 6 & 3 : 0;
         if (left < least || (left == least && age > oldest)) {
             found = at;
             least = left;
@@ -474,8 +463,8 @@ static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int ki
         }
         if (!left) break;
     }
-    bucket[found] = bits << 17 | (uint32_t)(last / self->unit & TIME) << 7 |
-                    (uint32_t)awaited << 6 | (uint32_t)interval << 4 | (uint32_t)count;
+    unsigned interval = kind ? (unsigned)(kind - 1) % INTERVALS : 0;
+    bucket[found] = (uint16_t)(bits << 8 | (unsigned)awaited << 5 | interval << 3 | level);
 }
 
 static void tick_ghosts(Panel *self) {
@@ -486,72 +475,18 @@ static void tick_ghosts(Panel *self) {
         self->seen = older;
         memset(older, 0, (size_t)self->words * sizeof *older);
     }
-    uint32_t *bucket = self->ghosts + self->swept * WAYS;
-    int64_t time = self->now / self->unit;
-    for (int at = 0; at < WAYS; at++)
-        if (bucket[at] && !ghost_left(bucket[at], time)) bucket[at] = 0;
-    if (++self->swept == self->buckets) self->swept = 0;
+    if (self->now < (self->ages + 1) * 2 * self->size) return;
+    int halves = ++self->ages % (HALVE / 2) == 0;
+    for (int64_t at = 0; at < self->buckets * WAYS; at++) {
+        unsigned entry = self->ghosts[at], level = halves ? HALVED[entry & 7] : entry & 7;
+        unsigned age = (entry >> 6 & 3) < 3 ? (entry >> 6 & 3) + 1 : 3;
+        self->ghosts[at] = (uint16_t)(level ? (entry & 0xFF38) | age << 6 | level : 0);
+    }
 }
 
 /* ---- the blocks of the level */
 
 static uint64_t tag_of(const Block *one) { return (uint64_t)one->high << 32 | one->low; }
-
-static int64_t home_of(const Panel *self, uint32_t low) {
-    return (int64_t)((uint64_t)low * (uint64_t)self->map_size >> 32);
-}
-
-static int64_t place_of(const Panel *self, uint64_t tag) {
-    uint8_t high = (uint8_t)(tag >> 32);
-    int64_t at = home_of(self, (uint32_t)tag);
-    while (self->map[at] >= 0 &&
-           (self->map_high[at] != high || self->blocks[self->map[at]].low != (uint32_t)tag))
-        if (++at == self->map_size) at = 0;
-    return at;
-}
-
-static int grow_map(Panel *self, int64_t size) {
-    int32_t *map = PyMem_RawMalloc(size * sizeof(int32_t)), *old = self->map;
-    uint8_t *high = PyMem_RawMalloc(size);
-    int64_t old_size = self->map_size;
-    if (!map || !high) {
-        PyMem_RawFree(map);
-        PyMem_RawFree(high);
-        return -1;
-    }
-    PyMem_RawFree(self->map_high);
-    self->map = map;
-    self->map_high = high;
-    self->map_size = size;
-    for (int64_t at = 0; at < size; at++) map[at] = -1;
-    for (int64_t at = 0; at < old_size; at++)
-        if (old[at] >= 0) {
-            int64_t place = place_of(self, tag_of(&self->blocks[old[at]]));
-            map[place] = old[at];
-            high[place] = self->blocks[old[at]].high;
-        }
-    PyMem_RawFree(old);
-    return 0;
-}
-
-static void unmap(Panel *self, int32_t handle) {
-    int64_t size = self->map_size, hole = place_of(self, tag_of(&self->blocks[handle]));
-    if (self->map[hole] != handle) return;
-    int64_t at = hole;
-    for (;;) {
-        if (++at == size) at = 0;
-        int32_t other = self->map[at];
-        if (other < 0) break;
-        int64_t home = home_of(self, self->blocks[other].low);
-        int64_t far = at - home, gap = at - hole;
-        if ((far < 0 ? far + size : far) >= (gap < 0 ? gap + size : gap)) {
-            self->map[hole] = other;
-            self->map_high[hole] = self->map_high[at];
-            hole = at;
-        }
-    }
-    self->map[hole] = -1;
-}
 
 static int list_of(const Block *one) { return one->flags & IN_FRONT ? FRONT : one->kind; }
 
@@ -619,10 +554,8 @@ static int use_block(Panel *self, Block *one) {
     return note_use(self, tag_of(one));
 }
 
-static int count_of(const Panel *self, uint64_t tag, int32_t handle) {
-    int left;
-    if (handle < 0) return find_ghost(self, tag, &left) ? left : seen_age(self, tag) > 0;
-    const Block *one = &self->blocks[handle];
+static int count_of(const Panel *self, uint64_t tag, const Block *one) {
+    if (!one) return ghost_count(self, tag);
     int64_t period = HALVE * self->size;
     int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
     int64_t halved = self->now / period - last / period;
@@ -630,8 +563,9 @@ static int count_of(const Panel *self, uint64_t tag, int32_t handle) {
 }
 
 static int await_key(Panel *self, uint64_t tag, int most) {
-    Ghost known = take_ghost(self, tag);
-    int count = next_count(self, most ? known.count : 0, &known.age);
+    Ghost known = {0};
+    if (most) known = take_ghost(self, tag);
+    int count = next_count(self, known.count, &known.age);
     int kind = class_of(count, known.age, self->size);
     if (count > most + 1) count = most + 1;
     if (count < LEAST[0]) kind = 0;
@@ -722,44 +656,75 @@ static int require(Py_ssize_t count, Py_ssize_t expected) {
 
 /* ---- methods */
 
-static PyObject *requested(Panel *self, PyObject *given) {
-    PyObject *keys = PySequence_Fast(given, "expected keys");
-    if (!keys) return NULL;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(keys);
-    uint64_t *tags = PyMem_RawMalloc((size_t)count * sizeof(uint64_t) + 8);
-    int failed = !tags, any = 0, most = COUNT_MAX;
-    if (failed) PyErr_NoMemory();
-    int hits[RULES] = {0}, going = (1 << RULES) - 1;
-    for (Py_ssize_t at = 0; !failed && at < count; at++) {
-        tags[at] = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
-        if ((failed = tags[at] == ~(uint64_t)0)) break;
-        int held = count_of(self, tags[at], self->map[place_of(self, tags[at])]);
-        if (held < most) most = held;
-        tags[at] |= (uint64_t)most << 60;
-        if (!samples(self, (uint32_t)tags[at])) continue;
+/* The block of a place, NULL for None or with an error set. */
+static Block *block_at(Panel *self, PyObject *place) {
+    if (place == Py_None) return NULL;
+    Py_ssize_t handle = PyNumber_AsSsize_t(place, PyExc_IndexError);
+    if (handle >= 0 && handle < self->room && self->blocks[handle].flags & HELD)
+        return &self->blocks[handle];
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_AssertionError, "handle %zd is not held", handle);
+    return NULL;
+}
+
+typedef struct {
+    uint64_t tag;
+    int64_t handle; /* -1: absent */
+    int most;
+} Asked;
+
+/* Count the hits of the shadows, and the most uses of each key; -1 with an error set. */
+static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) {
+    int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0, most = COUNT_MAX;
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
+        uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
+        Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
+        if (PyErr_Occurred()) return -1;
+        int count = count_of(self, tag, one);
+        if (count < most) most = count;
+        asked[at] = (Asked){tag, one ? one - self->blocks : -1, most};
+        if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
-        if (!going) continue;
-        int32_t index = find_sampled(self, tags[at] & TAG);
+        int32_t index = going ? find_sampled(self, tag) : -1;
         going &= index < 0 ? 0 : self->sampled[index].inside;
         for (int rule = 0; rule < RULES; rule++) hits[rule] += going >> rule & 1;
     }
-    for (int one = 0; !failed && any && one < RULES; one++)
+    for (int one = 0; any && one < RULES; one++)
         for (int other = 0; other < RULES; other++) {
             double ahead = hits[one] - hits[other];
             self->ahead[one][other] += ahead;
             self->spread[one][other] += ahead * ahead;
         }
+    return 0;
+}
+
+static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
+    if (!require(given_count, 2)) return NULL;
+    PyObject *keys = PySequence_Fast(given[0], "expected keys");
+    PyObject *places = keys ? PySequence_Fast(given[1], "expected places") : NULL;
+    Py_ssize_t count = keys ? PySequence_Fast_GET_SIZE(keys) : 0;
+    Asked *asked = NULL;
+    int failed = !places;
+    if (!failed && PySequence_Fast_GET_SIZE(places) != count) {
+        PyErr_SetString(PyExc_ValueError, "not as many places as keys");
+        failed = 1;
+    }
+    if (!failed && !(asked = PyMem_RawMalloc((size_t)count * sizeof *asked + 8))) {
+        PyErr_NoMemory();
+        failed = 1;
+    }
+    failed = failed || compare(self, keys, places, asked) < 0;
     for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
-        int32_t handle = self->map[place_of(self, tags[at] & TAG)];
-        if (handle < 0) {
-            failed = await_key(self, tags[at] & TAG, (int)(tags[at] >> 60)) < 0;
+        if (asked[at].handle < 0) {
+            failed = await_key(self, asked[at].tag, asked[at].most) < 0;
         } else {
-            failed = use_block(self, &self->blocks[handle]) < 0;
-            self->blocks[handle].flags |= ASKED;
+            Block *one = &self->blocks[asked[at].handle];
+            failed = use_block(self, one) < 0;
+            one->flags |= ASKED;
         }
     }
-    PyMem_RawFree(tags);
-    Py_DECREF(keys);
+    PyMem_RawFree(asked);
+    Py_XDECREF(keys);
+    Py_XDECREF(places);
     if (failed) return NULL;
     Py_RETURN_NONE;
 }
@@ -770,11 +735,6 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     Block *one = &self->blocks[handle];
     if (one->flags & HELD) {
         PyErr_Format(PyExc_AssertionError, "handle %d is held", handle);
-        return -1;
-    }
-    if (self->map_size - self->held <= self->map_size / 5 + 1 &&
-        grow_map(self, self->map_size * 2) < 0) {
-        PyErr_NoMemory();
         return -1;
     }
     *one = (Block){.low = (uint32_t)tag, .high = (uint8_t)(tag >> 32)};
@@ -793,10 +753,6 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     }
     one->last = (uint32_t)self->now;
     one->flags = (uint8_t)(HELD | count);
-    int64_t place = place_of(self, tag);
-    self->map[place] = handle;
-    self->map_high[place] = one->high;
-    self->held++;
     return 0;
 }
 
@@ -831,8 +787,6 @@ static PyObject *dropped(Panel *self, PyObject *const *given, Py_ssize_t given_c
     Block *one = NULL;
     for (Py_ssize_t at = 0; at < count && (one = block_of(self, handles[at], 0)); at++) {
         uint64_t tag = tag_of(one);
-        unmap(self, handles[at]);
-        self->held--;
         if (evicted) {
             take_ghost(self, tag);
             int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
@@ -853,8 +807,7 @@ static PyObject *refused(Panel *self, PyObject *given) {
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
         uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
         if (tag == ~(uint64_t)0) break;
-        if (samples(self, (uint32_t)tag) && self->map[place_of(self, tag)] < 0)
-            leave_shadows(self, tag);
+        if (samples(self, (uint32_t)tag)) leave_shadows(self, tag);
     }
     Py_DECREF(keys);
     if (PyErr_Occurred()) return NULL;
@@ -980,7 +933,7 @@ static PyObject *restore(Panel *self, PyObject *given) {
 
 static PyObject *size_of(Panel *self, PyObject *unused) {
     int64_t bytes = (int64_t)sizeof(Panel) + self->room * (int64_t)sizeof(Block) +
-                    self->map_size * 5 + self->buckets * WAYS * 4 + self->words * 16 +
+                    self->buckets * WAYS * 2 + self->words * 16 +
                     self->sampled_room * (int64_t)sizeof(Sampled) + self->sampled_map_size * 4 +
                     (int64_t)(self->log_room * sizeof(Use));
     return PyLong_FromLongLong(bytes);
@@ -1075,9 +1028,8 @@ static PyObject *get_rule(Panel *self, void *unused) { return PyLong_FromLong(se
 
 static void panel_free(Panel *self) {
     PyTypeObject *type = Py_TYPE(self);
-    void *parts[] = {self->sampled, self->sampled_map, self->log,     self->ghosts,
-                     self->blocks,  self->map,         self->map_high, self->seen,
-                     self->seen_before};
+    void *parts[] = {self->sampled, self->sampled_map, self->log, self->ghosts,
+                     self->blocks,  self->seen,        self->seen_before};
     for (size_t at = 0; at < sizeof parts / sizeof *parts; at++) PyMem_RawFree(parts[at]);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -1110,14 +1062,12 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
     memset(self->shadow_tail, 0xFF, sizeof self->shadow_tail);
     memset(self->head, 0xFF, sizeof self->head);
     memset(self->tail, 0xFF, sizeof self->tail);
-    self->buckets = self->size / WAYS > 1 ? self->size / WAYS : 1;
-    self->words = 3 * self->size / 8 > 16 ? 3 * self->size / 8 : 16;
+    self->buckets = GHOSTS * self->size / WAYS > 1 ? GHOSTS * self->size / WAYS : 1;
+    self->words = self->size / 4 > 16 ? self->size / 4 : 16;
     self->seen = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen);
     self->seen_before = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen_before);
-    self->unit = self->size / UNITS > 1 ? self->size / UNITS : 1;
-    self->ghosts = PyMem_RawCalloc((size_t)(self->buckets * WAYS), 4);
-    if (!self->ghosts || !self->seen || !self->seen_before || grow_sampled(self) < 0 ||
-        grow_map(self, self->size + self->size / 2 + 8) < 0) {
+    self->ghosts = PyMem_RawCalloc((size_t)(self->buckets * WAYS), sizeof *self->ghosts);
+    if (!self->ghosts || !self->seen || !self->seen_before || grow_sampled(self) < 0) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -1127,7 +1077,7 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 #define ONE(name) {#name, (PyCFunction)(void (*)(void))name, METH_O, NULL}
 static PyMethodDef methods[] = {
-    ONE(requested), FAST(inserted), FAST(dropped), ONE(refused), FAST(push), FAST(push_all),
+    FAST(requested), FAST(inserted), FAST(dropped), ONE(refused), FAST(push), FAST(push_all),
     ONE(touch), ONE(touch_all), ONE(remove_all), ONE(reserve), ONE(restore),
     {"remove", (PyCFunction)(void (*)(void))removed, METH_O, NULL},
     {"state", (PyCFunction)(void (*)(void))state, METH_NOARGS, NULL},

@@ -29,14 +29,18 @@ from kvladder.policy.hazards import (
 FRONT: Final = CLASSES
 """List of the blocks that go before all others of their priority."""
 WAYS: Final = 8
-UNITS: Final = 16
-"""Steps in which a ghost's time is kept, for each size of the level."""
-_PERIOD: Final = HALVE * UNITS
-_TIME: Final = 0x3FF
+GHOSTS: Final = 7
+"""Entries of ghosts for each block of the level."""
+COUNTS: Final = (0, 1, *LEVELS)
+"""Counts of uses that a ghost may have; others are rounded down."""
+HALVED: Final = (0, 0, 1, 1, 2, 3, 4, 5)
+"""Level in ``COUNTS`` of half the count."""
+AGES: Final = (1, 2, 4, 6)
+"""About how old a ghost is, in sizes; it grows older each time that twice the size was used."""
 
 
 class Seen:
-    """Says of keys whether they were used once lately; 24 bits for each block and generation.
+    """Says of keys whether they were used once lately; 16 bits for each block and generation.
 
     Two Bloom filters, each for five times the size in uses: a key is forgotten after five to ten.
     Some unknown keys are taken for known ones; see ``PythonPanel.requested`` for why few are.
@@ -44,7 +48,7 @@ class Seen:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.words = max(16, 3 * size // 8)
+        self.words = max(16, size // 4)
         self.now = array("Q", bytes(8 * self.words))
         self.before = array("Q", bytes(8 * self.words))
         self.began = 0
@@ -80,86 +84,80 @@ class Seen:
 
 
 class Ghosts:
-    """What is known of keys that the level does not hold and that were used more than once.
+    """What is known of keys that the level does not hold; bounded, 14 bytes for each block.
 
-    It is bounded: 4 bytes for each block of the level. A key may be in one bucket of eight. If that
-    is full, the key of the least uses gives way, the one that was used the longest time ago first.
-    An entry has, from the lowest bit: the count of uses (4 bits; 0 if empty), the interval (2),
-    whether the level was asked for the key and it has not come yet (1), the time of its last use
-    (10), and 15 bits of the key.
+    A key may be in one bucket of eight. If that is full, the key of the least uses gives way, the
+    one that was used the longest time ago first. An entry has, from the lowest bit: the level of
+    its count (3 bits; 0 if empty), the interval (2), whether the level was asked for the key and it
+    has not come yet (1), its age (2), 8 bits of the key. Keys that were used once and are not
+    awaited are in ``seen`` alone.
     """
 
     def __init__(self, size: int) -> None:
-        self.buckets = max(1, size // WAYS)
-        self.unit = max(1, size // UNITS)
-        self.entries = array("I", bytes(4 * WAYS * self.buckets))
+        self.size = size
+        self.buckets = max(1, GHOSTS * size // WAYS)
+        self.entries = array("H", bytes(2 * WAYS * self.buckets))
         self.seen = Seen(size)
-        self._swept = 0
+        self._ages = 0
 
     def _at(self, tag: int) -> tuple[int, int]:
         """Return the first entry of a key's bucket, and the bits that are compared."""
         low, high = tag & 0xFFFFFFFF, tag >> 32
-        return (low * self.buckets >> 32) * WAYS, (low ^ high << 7) & 0x7FFF
+        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0xFF
 
-    def _left(self, entry: int, now: int) -> int:
-        """Return the count of an entry as of now."""
-        time = now // self.unit
-        then = time - (time - (entry >> 7) & _TIME)
-        return (entry & COUNT_MAX) >> min(COUNT_MAX, time // _PERIOD - then // _PERIOD)
-
-    def find(self, tag: int, now: int) -> tuple[int, int]:
-        """Return the place of a key and its count as of now; -1 and 0 if it is unknown."""
+    def _find(self, tag: int) -> int:
+        """Return the place of a key, -1 if it is unknown."""
         first, bits = self._at(tag)
         for at in range(first, first + WAYS):
-            entry = self.entries[at]
-            if entry and entry >> 17 == bits and (left := self._left(entry, now)):
-                return at, left
-        return -1, 0
+            if self.entries[at] & 7 and self.entries[at] >> 8 == bits:
+                return at
+        return -1
 
-    def count(self, tag: int, now: int) -> int:
+    def count(self, tag: int) -> int:
         """Return how often a key was used lately, as far as it is known."""
-        return self.find(tag, now)[1] or bool(self.seen.age(tag))
+        at = self._find(tag)
+        return COUNTS[self.entries[at] & 7] if at >= 0 else int(self.seen.age(tag) > 0)
 
-    def take(self, tag: int, now: int) -> tuple[int, int, int, bool]:
-        """Remove a key; return count, age, interval and whether it is awaited.
-
-        The count is as of its last use; 0 if the key is unknown.
-        """
-        at, _ = self.find(tag, now)
+    def take(self, tag: int) -> tuple[int, int, int, bool]:
+        """Remove a key; return count, age, interval and whether it is awaited; 0 if unknown."""
+        at = self._find(tag)
         if at < 0:
             age = self.seen.age(tag)
-            return bool(age), age, 0, bool(age)
+            return int(age > 0), age, 0, False
         entry, self.entries[at] = self.entries[at], 0
-        age = (now // self.unit - (entry >> 7) & _TIME) * self.unit
-        return entry & COUNT_MAX, age, entry >> 4 & 3, bool(entry >> 6 & 1)
+        age = AGES[entry >> 6 & 3] * self.size
+        return COUNTS[entry & 7], age, entry >> 3 & 3, bool(entry >> 5 & 1)
 
-    def put(self, tag: int, now: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
-        """Add a key, which is not there, with its class."""
-        if count < 2:
-            self.seen.add(tag, last)
+    def put(self, tag: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
+        """Add a key, which is not there, with the time of its last use and its class."""
+        self.seen.add(tag, last)
+        if count < 2 and not awaited:
             return
         first, bits = self._at(tag)
-        time, interval = last // self.unit & _TIME, max(0, kind - 1) % INTERVALS
-        found, least = first, (COUNT_MAX + 1, 0)
+        level = sum(count >= least for least in COUNTS) - 1
+        found, least = first, (len(COUNTS), 0)
         for at in range(first, first + WAYS):
             entry = self.entries[at]
-            left = self._left(entry, now) if entry else 0
-            worth = (left, -(now // self.unit - (entry >> 7) & _TIME) if left else 0)
+            worth = (entry & 7, -(entry >> 6 & 3) if entry & 7 else 0)
             if worth < least:
                 found, least = at, worth
-            if not left:
+            if not entry & 7:
                 break
-        self.entries[found] = bits << 17 | time << 7 | awaited << 6 | interval << 4 | count
+        interval = max(0, kind - 1) % INTERVALS
+        self.entries[found] = bits << 8 | awaited << 5 | interval << 3 | level
 
     def tick(self, now: int) -> None:
-        """Begin a new generation when it is time; empty entries of a bucket without uses left."""
+        """Begin a new generation, let all entries grow older, and halve counts: each in its time.
+        """
         self.seen.tick(now)
-        first = self._swept * WAYS
-        for at in range(first, first + WAYS):
-            entry = self.entries[at]
-            if entry and not self._left(entry, now):
-                self.entries[at] = 0
-        self._swept = (self._swept + 1) % self.buckets
+        if now < (self._ages + 1) * 2 * self.size:
+            return
+        self._ages += 1
+        halves = self._ages % (HALVE // 2) == 0
+        for at, entry in enumerate(self.entries):
+            level = HALVED[entry & 7] if halves else entry & 7
+            older = min(3, (entry >> 6 & 3) + 1) << 6
+            self.entries[at] = entry & 0xFF38 | older | level if level else 0
 
 
 class Held:
@@ -192,8 +190,6 @@ class PythonPanel:
         self._ghosts = Ghosts(size)
         self._now = 0
         self._held: dict[int, Held] = {}
-        self._handle: dict[int, int] = {}
-        """The handle of each key's tag."""
         self._lists: dict[int, list[OrderedDict[int, None]]] = {}
         self._len = 0
 
@@ -205,8 +201,8 @@ class PythonPanel:
     def reserve(self, handles: int) -> None:
         """Allocate memory for handles below ``handles``."""
 
-    def requested(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each key, the last first.
+    def requested(self, keys: Sequence[bytes], places: Sequence[int | None]) -> None:
+        """Count a use of each key, the last first; ``places`` has their handles, None if absent.
 
         The keys are those of a prompt, so a block was not used more often than the one before it.
         That corrects most of what ``Seen`` and ``Ghosts`` take for known by mistake.
@@ -215,32 +211,30 @@ class PythonPanel:
         sampled = [*filter(self._learner.samples, tags)]
         if sampled:
             self._learner.asked(sampled)
-        counts = [*accumulate((self._count(tag) for tag in tags), min)]
-        for tag, most in zip(reversed(tags), reversed(counts), strict=True):
-            handle = self._handle.get(tag)
+        counts = [*accumulate(map(self._count, tags, places), min)]
+        for tag, handle, most in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
             if handle is None:
                 self._await(tag, most)
             else:
                 self._use(self._held[handle], handle)
                 self._held[handle].asked = True
 
-    def _count(self, tag: int) -> int:
+    def _count(self, tag: int, handle: int | None) -> int:
         """Return how often a key was used lately, as far as it is known."""
-        handle = self._handle.get(tag)
         if handle is None:
-            return self._ghosts.count(tag, self._now)
+            return self._ghosts.count(tag)
         one, period = self._held[handle], HALVE * self.size
         return one.count >> min(COUNT_MAX, self._now // period - one.last // period)
 
     def _await(self, tag: int, most: int) -> None:
         """Count a use of a key that the level does not hold, which was used ``most`` times."""
-        count, age, _, _ = self._ghosts.take(tag, self._now)
-        count, kind = self._next(count if most else 0, age)
+        count, age, _, _ = self._ghosts.take(tag) if most else (0, 0, 0, False)
+        count, kind = self._next(count, age)
         count = min(count, most + 1)
         if count < LEVELS[0]:
             kind = 0
         self._learn(tag)
-        self._ghosts.put(tag, self._now, self._now, count, kind, awaited=True)
+        self._ghosts.put(tag, self._now, count, kind, awaited=True)
 
     def _next(self, count: int, age: int) -> tuple[int, int]:
         """Return count and class of a key after a use now, ``age`` uses after its last one."""
@@ -271,7 +265,7 @@ class PythonPanel:
         for handle, key in zip(handles, keys, strict=True):
             assert handle not in self._held, f"handle {handle} is held"
             one = self._held[handle] = Held(tag_of(key))
-            count, age, interval, awaited = self._ghosts.take(one.tag, self._now)
+            count, age, interval, awaited = self._ghosts.take(one.tag)
             if request and not awaited:
                 one.count, one.kind = self._next(count, age)
                 self._learn(one.tag)
@@ -281,7 +275,6 @@ class PythonPanel:
             else:
                 one.count, one.kind = 1, 0
             one.last = self._now
-            self._handle[one.tag] = handle
 
     def dropped(self, handles: Sequence[int], evicted: bool) -> None:
         """Hold these blocks no longer."""
@@ -289,20 +282,16 @@ class PythonPanel:
             one = self._held[handle]
             assert one.list < 0, f"handle {handle} is in the policy"
             del self._held[handle]
-            if self._handle.get(one.tag) == handle:
-                del self._handle[one.tag]
             if evicted:
-                self._ghosts.take(one.tag, self._now)
-                self._ghosts.put(
-                    one.tag, self._now, one.last, one.count, one.kind, awaited=False
-                )
+                self._ghosts.take(one.tag)
+                self._ghosts.put(one.tag, one.last, one.count, one.kind, awaited=False)
             elif self._learner.samples(one.tag):
                 self._learner.leave(one.tag, self._now)
 
     def refused(self, keys: Sequence[bytes]) -> None:
         """Take these keys out of the shadows: the level does not hold them."""
         for tag in map(tag_of, keys):
-            if self._learner.samples(tag) and tag not in self._handle:
+            if self._learner.samples(tag):
                 self._learner.leave(tag, self._now)
 
     def push(self, handle: int, priority: int, front: bool) -> None:
