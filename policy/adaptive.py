@@ -1,5 +1,4 @@
-"""The policy ``adaptive``: it measures which of three orders of eviction serves best, and uses it.
-"""
+"""The policy ``adaptive``: measures which of three orders of eviction serves best, and uses it."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class Adaptive(KeyedPolicy):
         return iter(self._panel)
 
     def state(self) -> bytes:
-        body = self._panel.state()
+        body: bytes = self._panel.state()
         return _HEAD.pack(_MAGIC, crc32(body)) + body
 
     def restore(self, state: bytes) -> None:

@@ -304,5 +304,5 @@ class Learner:
             for row in table:
                 row[:] = values[at : at + len(row)]
                 at += len(row)
-        self.rule = int(values[at])
+        self.rule = int(values[at]) if 0 <= values[at] < RULES else HAZARD
         self.hazards.learn()

@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from heapq import heapify, heapreplace, heappop
+from heapq import heapify, heappop, heapreplace
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Final
@@ -147,8 +147,7 @@ class Ghosts:
         self.entries[found] = bits << 8 | awaited << 5 | interval << 3 | level
 
     def tick(self, now: int) -> None:
-        """Begin a new generation, let all entries grow older, and halve counts: each in its time.
-        """
+        """Begin a new generation, age all entries, and halve counts: each in its time."""
         self.seen.tick(now)
         if now < (self._ages + 1) * 2 * self.size:
             return
@@ -362,21 +361,19 @@ class PythonPanel:
             lists = self._lists[priority]
             yield from lists[FRONT]
             walks = [iter(order) for order in lists[:CLASSES]]
-            heap = [self._ranked(handle) for walk in walks for handle in [next(walk, -1)]]
-            heap = [one for one in heap if one is not None]
+            firsts = [next(walk, -1) for walk in walks]
+            heap = [self._ranked(handle) for handle in firsts if handle >= 0]
             heapify(heap)
             while heap:
                 (_, _, kind), handle = heap[0]
-                following = self._ranked(next(walks[kind], -1))
-                if following is None:
+                following = next(walks[kind], -1)
+                if following < 0:
                     heappop(heap)
                 else:
-                    heapreplace(heap, following)
+                    heapreplace(heap, self._ranked(following))
                 yield handle
 
-    def _ranked(self, handle: int) -> tuple[Rank, int] | None:
-        if handle < 0:
-            return None
+    def _ranked(self, handle: int) -> tuple[Rank, int]:
         one, learner = self._held[handle], self._learner
         return learner.hazards.rank(learner.rule, one.kind, self._now - one.last), handle
 

@@ -21,9 +21,12 @@ from kvladder.policy.eviction import (
     PRIORITY_DEFAULT,
     EvictionPolicy,
     KeyedPolicy,
+    PrioritizedLRU,
+    RefusalReason,
 )
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.ladder.records.guard import GuardedPolicy
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.tenancy import Tenanted
@@ -57,6 +60,8 @@ class LevelIndex(Tenanted[P]):
         Returns the loop time.
     tenants:
         Counts the blocks of each salt, where there are limits.
+    say:
+        Is told once if the policy failed and was left.
     """
 
     def __init__(
@@ -67,9 +72,11 @@ class LevelIndex(Tenanted[P]):
         ttl: bool = False,
         now: Callable[[], float] = lambda: 0.0,
         tenants: Tenants | None = None,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self.policy = policy
-        self._keyed = policy if isinstance(policy, KeyedPolicy) else None
+        guard = GuardedPolicy(policy, now=now, ranks=self._ranks, say=say)
+        self.policy: EvictionPolicy = policy if type(policy) is PrioritizedLRU else guard
+        self._keyed: KeyedPolicy | None = None if guard.keyed is None else guard
         self.tenants = tenants
         self.clipped = 0
         self.ages = Histogram(AGES_S)
@@ -98,8 +105,10 @@ class LevelIndex(Tenanted[P]):
         """Ends of retention, by place."""
         self._terms = TermsByPlace()
         self._end = 0
+        if self._keyed is not None and blocks_max:
+            self._keyed.attached(blocks_max, self.places_of)
         self._reserve(min(blocks_max, RESERVED_MAX))
-        policy.reserve(len(self._key))
+        self.policy.reserve(len(self._key))
 
     def __len__(self) -> int:
         return len(self._place)
@@ -558,6 +567,29 @@ class LevelIndex(Tenanted[P]):
         """
         for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
+
+    @property
+    def is_told(self) -> bool:
+        """True if the policy is told of requests and refusals."""
+        return self._keyed is not None
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        """Tell the policy that a request asks for a prompt of these keys."""
+        if self._keyed is not None:
+            self._keyed.requested(keys, request)
+
+    def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
+        """Tell the policy of blocks that were offered to the level, which does not hold them."""
+        if self._keyed is None:
+            return
+        if absent := [key for key in keys if key not in self._place]:
+            self._keyed.refused(absent, reason)
+
+    def _ranks(self, places: NDArray[np.intp]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return the priority of the blocks at ``places``, and how many uses ago each was used."""
+        used = np.frombuffer(self._used, np.uint32)[places]
+        ages: NDArray[np.uint32] = np.uint32(self._uses) - used  # modulo 2**32
+        return np.frombuffer(self._priority, np.uint8)[places], ages
 
     def victims(self) -> Iterator[P]:
         """Iterate over places in the order of eviction; do not change the index meanwhile."""
