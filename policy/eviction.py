@@ -173,7 +173,7 @@ class KeyedPolicy(EvictionPolicy):
         return b""
 
     def restore(self, state: bytes) -> None:
-        """Continue with what ``state`` returned, maybe at another size; before any block comes.
+        """Continue with what ``state`` returned, maybe at another size.
 
         Raises
         ------

@@ -66,6 +66,10 @@ class TierStack(StackQueries):
         self._told = [level for level in self._all_levels if level.index.is_told]
         """Levels with policies that are told of refusals."""
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
+        for lifecycle in self._lifecycles:
+            if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned
+                lifecycle.learned["host"] = self.host.index
+                break
         self._post = post
         self._saving = Saving(shared.arena.slots)
         self._scheduled = False

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import (
     BULK_MIN,
+    STATE_MAX,
     EvictionPolicy,
     KeyedPolicy,
     Places,
@@ -224,3 +225,18 @@ class GuardedPolicy(KeyedPolicy):
     def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
         if self.keyed is not None:
             self._run(self.keyed.refused, keys, reason)
+
+    def state(self) -> bytes:
+        found: list[object] = []
+        if self.keyed is not None:
+            keyed = self.keyed
+            self._run(lambda: found.append(keyed.state()))
+        state = found[0] if found else b""
+        if isinstance(state, bytes) and len(state) <= STATE_MAX:
+            return state
+        self._leave(f"its state was {type(state).__name__} or above {STATE_MAX} bytes")
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        if self.keyed is not None:
+            self.keyed.restore(state)

@@ -585,6 +585,19 @@ class LevelIndex(Tenanted[P]):
         if absent := [key for key in keys if key not in self._place]:
             self._keyed.refused(absent, reason)
 
+    def state(self) -> bytes:
+        """Return what the policy has learned; empty for nothing."""
+        return b"" if self._keyed is None else self._keyed.state()
+
+    def restore(self, state: bytes) -> str:
+        """Have the policy continue with what it had learned; return what is wrong with it, or ""."""
+        try:
+            if self._keyed is not None:
+                self._keyed.restore(state)
+        except Exception as error:  # noqa: BLE001 - it may be damaged in any way
+            return str(error) or repr(error)
+        return ""
+
     def _ranks(self, places: NDArray[np.intp]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
         """Return the priority of the blocks at ``places``, and how many uses ago each was used."""
         used = np.frombuffer(self._used, np.uint32)[places]
