@@ -555,16 +555,39 @@ static int use_block(Panel *self, Block *one) {
 }
 
 static int count_of(const Panel *self, uint64_t tag, const Block *one) {
-    if (!one) return ghost_count(self, tag);
+    int count = 0;
+    uint32_t last = 0;
+    if (one) {
+        count = one->flags & COUNT_MAX;
+        last = one->last;
+    } else if (samples(self, (uint32_t)tag)) {
+        int32_t index = find_sampled(self, tag);
+        if (index < 0) return 0;
+        count = self->sampled[index].count;
+        last = self->sampled[index].last;
+    } else {
+        return ghost_count(self, tag);
+    }
     int64_t period = HALVE * self->size;
-    int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
-    int64_t halved = self->now / period - last / period;
-    return (one->flags & COUNT_MAX) >> (halved < COUNT_MAX ? halved : COUNT_MAX);
+    int64_t then = self->now - (uint32_t)((uint32_t)self->now - last);
+    int64_t halved = self->now / period - then / period;
+    return count >> (halved < COUNT_MAX ? halved : COUNT_MAX);
+}
+
+/* What is known of a sampled key takes the place of what its ghost says. */
+static int recollect(const Panel *self, uint64_t tag, Ghost *known) {
+    if (!samples(self, (uint32_t)tag)) return -1;
+    int32_t index = find_sampled(self, tag);
+    const Sampled *one = index < 0 ? NULL : &self->sampled[index];
+    known->count = one ? one->count : 0;
+    known->age = one ? (uint32_t)((uint32_t)self->now - one->last) : 0;
+    return one ? one->kind : 0;
 }
 
 static int await_key(Panel *self, uint64_t tag, int most) {
     Ghost known = {0};
     if (most) known = take_ghost(self, tag);
+    recollect(self, tag, &known);
     int count = next_count(self, known.count, &known.age);
     int kind = class_of(count, known.age, self->size);
     if (count > most + 1) count = most + 1;
@@ -739,18 +762,16 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     }
     *one = (Block){.low = (uint32_t)tag, .high = (uint8_t)(tag >> 32)};
     Ghost known = take_ghost(self, tag);
-    int count = known.count;
+    int kind = class_of(known.count, 0, self->size); /* of the shortest interval */
+    if (kind) kind += known.interval - (INTERVALS - 1);
+    int exact = recollect(self, tag, &known), count = known.count > 1 ? known.count : 1;
+    if (exact >= 0) kind = exact;
     if (by_request && !known.awaited) {
         count = next_count(self, known.count, &known.age);
-        one->kind = (uint8_t)class_of(count, known.age, self->size);
+        kind = class_of(count, known.age, self->size);
         if (note_use(self, tag) < 0) return -1;
-    } else if (count) {
-        /* an age with this interval */
-        int kind = class_of(count, 0, self->size);
-        one->kind = (uint8_t)(kind ? kind - (INTERVALS - 1) + known.interval : 0);
-    } else {
-        count = 1;
     }
+    one->kind = (uint8_t)kind;
     one->last = (uint32_t)self->now;
     one->flags = (uint8_t)(HELD | count);
     return 0;

@@ -179,6 +179,11 @@ class Learner:
         """Return whether a key is sampled."""
         return (((tag & 0xFFFFFFFF) * 2654435761 & 0xFFFFFFFF) >> 8) % self.rate == 0
 
+    def known(self, tag: int, now: int) -> tuple[int, int, int]:
+        """Return count and class as of its last use, and age, of a sampled key; 0 if unknown."""
+        one = self.keys.get(tag)
+        return (0, 0, 0) if one is None else (one.count, one.kind, now - one.last)
+
     def asked(self, tags: list[int]) -> None:
         """Compare the rules by a prompt's sampled keys: how many leading ones each shadow has."""
         known = [self.keys.get(tag) for tag in tags]

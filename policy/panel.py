@@ -220,14 +220,20 @@ class PythonPanel:
 
     def _count(self, tag: int, handle: int | None) -> int:
         """Return how often a key was used lately, as far as it is known."""
-        if handle is None:
+        if handle is not None:
+            count, age = self._held[handle].count, self._now - self._held[handle].last
+        elif self._learner.samples(tag):  # then it is known exactly
+            count, _, age = self._learner.known(tag, self._now)
+        else:
             return self._ghosts.count(tag)
-        one, period = self._held[handle], HALVE * self.size
-        return one.count >> min(COUNT_MAX, self._now // period - one.last // period)
+        period = HALVE * self.size
+        return count >> min(COUNT_MAX, self._now // period - (self._now - age) // period)
 
     def _await(self, tag: int, most: int) -> None:
         """Count a use of a key that the level does not hold, which was used ``most`` times."""
         count, age, _, _ = self._ghosts.take(tag) if most else (0, 0, 0, False)
+        if self._learner.samples(tag):
+            count, _, age = self._learner.known(tag, self._now)
         count, kind = self._next(count, age)
         count = min(count, most + 1)
         if count < LEVELS[0]:
@@ -265,14 +271,14 @@ class PythonPanel:
             assert handle not in self._held, f"handle {handle} is held"
             one = self._held[handle] = Held(tag_of(key))
             count, age, interval, awaited = self._ghosts.take(one.tag)
+            kind = _kind(count, interval)
+            if self._learner.samples(one.tag):
+                count, kind, age = self._learner.known(one.tag, self._now)
             if request and not awaited:
                 one.count, one.kind = self._next(count, age)
                 self._learn(one.tag)
-            elif count:
-                one.count = count
-                one.kind = _kind(count, interval)
             else:
-                one.count, one.kind = 1, 0
+                one.count, one.kind = max(1, count), kind
             one.last = self._now
 
     def dropped(self, handles: Sequence[int], evicted: bool) -> None:
