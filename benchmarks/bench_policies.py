@@ -11,21 +11,28 @@ blocks that a trace has.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from statistics import mean
+from time import perf_counter
 
-from benchmarks.policies.level import keys_of, served, unbounded
+from benchmarks.policies.level import Level, keys_of, served, unbounded
 from benchmarks.policies.peers import BELADY, Outcome, peers
 from benchmarks.policies.traces import Trace, traces
 from benchmarks.row import Row
+from kvladder.keys import KEY_BYTES, BlockKey
 from kvladder.policy.adaptive import Adaptive
 from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.panel import NATIVE
 
 SIZES = [float(one) for one in os.environ.get("KVLADDER_SIZES", "0.5,1,2,5,10,25,50").split(",")]
 """Percent of the blocks of a trace."""
 AGENTS_SIZE = 5.0
 LRU = "LRU"
+PROMPT, ROUNDS = 256, 4000
+"""Blocks of each prompt, and number of prompts, where costs are measured."""
 
 
 @dataclass
@@ -45,6 +52,67 @@ def rows() -> Iterator[Row]:
     for trace in traces():
         yield from _trace(trace, summary)
     yield from _summed(summary)
+    yield from _costs()
+
+
+class Timed(Adaptive):
+    """The adaptive policy with a clock around its calls, but for the look-up of handles."""
+
+    spent_s = 0.0
+
+    def _time(self, call: Callable[..., object], *given: object) -> None:
+        began_s = perf_counter()
+        call(*given)
+        self.spent_s += perf_counter() - began_s
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        self._time(self._panel.requested, keys, self._places(keys))
+
+    def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
+        self._time(self._panel.inserted, handles, keys, request)
+
+    def dropped(self, handles: Sequence[int], *, evicted: bool) -> None:
+        self._time(self._panel.dropped, handles, evicted)
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        self._time(self._panel.push_all, handles, priority)
+
+    def remove_all(self, handles: Sequence[int]) -> None:
+        self._time(self._panel.remove_all, handles)
+
+
+class TimedLevel(Level):
+    """A level of which the walks count for its policy's time."""
+
+    def victims(self, count: int) -> list[int]:
+        began_s = perf_counter()
+        found = super().victims(count)
+        assert isinstance(self.policy, Timed)
+        self.policy.spent_s += perf_counter() - began_s
+        return found
+
+
+def _costs() -> Iterator[Row]:
+    """Measure what an access takes: asked for, pinned or saved, evicted; and the memory."""
+    for size in (10_000, 1_000_000):
+        random = Random(1)
+        keys = [BlockKey(random.randbytes(KEY_BYTES)) for _ in range(3 * size)]
+        policy = Timed()
+        level = TimedLevel(policy, size, keys)
+        for first in range(0, size, PROMPT):
+            level.request([*range(first, first + PROMPT)], whole=True)
+        policy.spent_s, last = 0.0, len(keys) // PROMPT - 1
+        for _ in range(ROUNDS):
+            first = PROMPT * int(random.betavariate(0.5, 1.5) * last)
+            level.request([*range(first, first + PROMPT)], whole=True)
+        yield Row(
+            name=f"policies, adaptive, an access, {size:,} blocks",
+            unit="us",
+            ours=policy.spent_s / (ROUNDS * PROMPT) * 1e6,
+            goal="<= 1",
+            note=f"{sys.getsizeof(policy) / size:.1f} bytes a block, and 1 for the guard; loops in "
+            + ("C" if NATIVE else "Python"),
+        )
 
 
 def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:

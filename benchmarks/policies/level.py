@@ -65,7 +65,7 @@ class Level:
     def _room(self, count: int) -> list[int]:
         """Return up to ``count`` free handles; evict for them."""
         if (missing := count - len(self.free)) > 0:
-            gone = [*islice(self.policy, missing)]
+            gone = self.victims(missing)
             self.policy.remove_all(gone)
             for handle in gone:
                 del self.at[self.block[handle]]
@@ -73,6 +73,10 @@ class Level:
                 self.keyed.dropped(gone, evicted=True)
             self.free += gone[::-1]
         return [self.free.pop() for _ in range(min(count, len(self.free)))]
+
+    def victims(self, count: int) -> list[int]:
+        """Return the blocks that go first."""
+        return [*islice(self.policy, count)]
 
     def _save(self, handles: Sequence[int], blocks: Sequence[int]) -> None:
         for block, handle in zip(blocks, handles, strict=True):

@@ -16,7 +16,9 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.ladder.lifecycle import KEEP_S
 
-FIRST = b"\0" * 64
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.rglob("POLICY*")}
 
 
 class Remembering(FakeTier):
@@ -118,7 +120,7 @@ async def test_the_files_tier_keeps_it_beside_its_index(tmp_path: Path) -> None:
     await used(cache)
     await cache.aclose()
     states = host.state(), own.state()
-    files = {path.name: path for path in tmp_path.rglob("POLICY*")}
+    files = _files(tmp_path)
     assert {*files} == {"POLICY", "POLICY-HOST"}
     assert all(path.stat().st_mode & 0o77 == 0 for path in files.values())
     again = Adaptive(), Adaptive()

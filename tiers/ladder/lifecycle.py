@@ -185,7 +185,7 @@ class LevelLifecycle:
         """Stop the writer, and close the tier; may be called again.
 
         Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
-        or three times if it was not open yet. Keeping what a policy learned may take twice that more.
+        or three times if it was not open yet. What a policy learned may take twice that more.
         """
         if self._task is not None:
             self._task.cancel()

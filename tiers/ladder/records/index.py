@@ -590,7 +590,7 @@ class LevelIndex(Tenanted[P]):
         return b"" if self._keyed is None else self._keyed.state()
 
     def restore(self, state: bytes) -> str:
-        """Have the policy continue with what it had learned; return what is wrong with it, or ""."""
+        """Have the policy continue with what it had learned; return what is wrong with that."""
         try:
             if self._keyed is not None:
                 self._keyed.restore(state)
