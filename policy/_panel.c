@@ -67,7 +67,7 @@ typedef struct {
     /* Ghosts */
     uint16_t *ghosts;
     int64_t buckets, ages;
-    /* Seen */
+    /* SeenOnce */
     uint64_t *seen, *seen_before;
     int64_t words, began;
     /* PythonPanel */
@@ -387,7 +387,7 @@ static void tick(Panel *self) {
     }
 }
 
-/* ---- Seen */
+/* ---- SeenOnce */
 
 static uint64_t seen_at(const Panel *self, uint64_t tag, int64_t *at) {
     uint64_t mixed = tag * 0x9E3779B97F4A7C15ull >> 46;

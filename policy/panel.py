@@ -39,7 +39,7 @@ AGES: Final = (1, 2, 4, 6)
 """About how old a ghost is, in sizes; it grows older each time that twice the size was used."""
 
 
-class Seen:
+class SeenOnce:
     """Says of keys whether they were used once lately; 16 bits for each block and generation.
 
     Two Bloom filters, each for five times the size in uses: a key is forgotten after five to ten.
@@ -97,7 +97,7 @@ class Ghosts:
         self.size = size
         self.buckets = max(1, GHOSTS * size // WAYS)
         self.entries = array("H", bytes(2 * WAYS * self.buckets))
-        self.seen = Seen(size)
+        self.seen = SeenOnce(size)
         self._ages = 0
 
     def _at(self, tag: int) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class Ghosts:
             self.entries[at] = entry & 0xFF38 | older | level if level else 0
 
 
-class Held:
+class HeldBlock:
     """A block that the level holds."""
 
     __slots__ = ("asked", "count", "kind", "last", "list", "priority", "tag")
@@ -188,7 +188,7 @@ class PythonPanel:
         self._learner = Learner(size)
         self._ghosts = Ghosts(size)
         self._now = 0
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldBlock] = {}
         self._lists: dict[int, list[OrderedDict[int, None]]] = {}
         self._len = 0
 
@@ -204,7 +204,7 @@ class PythonPanel:
         """Count a use of each key, the last first; ``places`` has their handles, None if absent.
 
         The keys are those of a prompt, so a block was not used more often than the one before it.
-        That corrects most of what ``Seen`` and ``Ghosts`` take for known by mistake.
+        That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake.
         """
         tags = [tag_of(key) for key in keys]
         sampled = [*filter(self._learner.samples, tags)]
@@ -257,7 +257,7 @@ class PythonPanel:
             self._learner.use(tag, self._now)
         self._learner.tick(self._now)
 
-    def _use(self, one: Held, handle: int) -> None:
+    def _use(self, one: HeldBlock, handle: int) -> None:
         one.count, one.kind = self._next(one.count, self._now - one.last)
         one.last = self._now
         self._learn(one.tag)
@@ -269,7 +269,7 @@ class PythonPanel:
         """Hold blocks; a use of each that a request brought without asking for it before."""
         for handle, key in zip(handles, keys, strict=True):
             assert handle not in self._held, f"handle {handle} is held"
-            one = self._held[handle] = Held(tag_of(key))
+            one = self._held[handle] = HeldBlock(tag_of(key))
             count, age, interval, awaited = self._ghosts.take(one.tag)
             kind = _kind(count, interval)
             if self._learner.samples(one.tag):
@@ -340,7 +340,7 @@ class PythonPanel:
         for handle in handles:
             self.remove(handle)
 
-    def _link(self, one: Held, handle: int, to: int) -> None:
+    def _link(self, one: HeldBlock, handle: int, to: int) -> None:
         lists = self._lists.get(one.priority)
         if lists is None:
             lists = self._lists[one.priority] = [OrderedDict() for _ in range(CLASSES + 1)]
@@ -350,7 +350,7 @@ class PythonPanel:
         one.list = to
         self._len += 1
 
-    def _unlink(self, one: Held, handle: int) -> None:
+    def _unlink(self, one: HeldBlock, handle: int) -> None:
         del self._lists[one.priority][one.list][handle]
         one.list = -1
         self._len -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -240,3 +241,43 @@ class GuardedPolicy(KeyedPolicy):
     def restore(self, state: bytes) -> None:
         if self.keyed is not None:
             self.keyed.restore(state)
+
+
+class PolicyTeller(ABC):
+    """The part of an index that passes news on to its policy, if that is told keys."""
+
+    _keyed: KeyedPolicy | None
+
+    @abstractmethod
+    def __contains__(self, key: BlockKey) -> bool:
+        """Return whether the block is held."""
+
+    @property
+    def is_told(self) -> bool:
+        """True if the policy is told of requests and refusals."""
+        return self._keyed is not None
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        """Tell the policy that a request asks for a prompt of these keys."""
+        if self._keyed is not None:
+            self._keyed.requested(keys, request)
+
+    def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
+        """Tell the policy of blocks that were offered to the level, which does not hold them."""
+        if self._keyed is None:
+            return
+        if absent := [key for key in keys if key not in self]:
+            self._keyed.refused(absent, reason)
+
+    def state(self) -> bytes:
+        """Return what the policy has learned; empty for nothing."""
+        return b"" if self._keyed is None else self._keyed.state()
+
+    def restore(self, state: bytes) -> str:
+        """Have the policy continue with what it had learned; return what is wrong with that."""
+        try:
+            if self._keyed is not None:
+                self._keyed.restore(state)
+        except Exception as error:  # noqa: BLE001 - it may be damaged in any way
+            return str(error) or repr(error)
+        return ""

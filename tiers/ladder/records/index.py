@@ -20,13 +20,11 @@ from kvladder.policy.eviction import (
     GROWTH_MAX,
     PRIORITY_DEFAULT,
     EvictionPolicy,
-    KeyedPolicy,
     PrioritizedLRU,
-    RefusalReason,
 )
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
-from kvladder.tiers.ladder.records.guard import GuardedPolicy
+from kvladder.tiers.ladder.records.guard import GuardedPolicy, PolicyTeller
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.tenancy import Tenanted
@@ -38,7 +36,7 @@ RESERVED_MAX = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-class LevelIndex(Tenanted[P]):
+class LevelIndex(Tenanted[P], PolicyTeller):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each. A
@@ -76,7 +74,7 @@ class LevelIndex(Tenanted[P]):
     ) -> None:
         guard = GuardedPolicy(policy, now=now, ranks=self._ranks, say=say)
         self.policy: EvictionPolicy = policy if type(policy) is PrioritizedLRU else guard
-        self._keyed: KeyedPolicy | None = None if guard.keyed is None else guard
+        self._keyed = None if guard.keyed is None else guard
         self.tenants = tenants
         self.clipped = 0
         self.ages = Histogram(AGES_S)
@@ -567,36 +565,6 @@ class LevelIndex(Tenanted[P]):
         """
         for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
-
-    @property
-    def is_told(self) -> bool:
-        """True if the policy is told of requests and refusals."""
-        return self._keyed is not None
-
-    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
-        """Tell the policy that a request asks for a prompt of these keys."""
-        if self._keyed is not None:
-            self._keyed.requested(keys, request)
-
-    def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
-        """Tell the policy of blocks that were offered to the level, which does not hold them."""
-        if self._keyed is None:
-            return
-        if absent := [key for key in keys if key not in self._place]:
-            self._keyed.refused(absent, reason)
-
-    def state(self) -> bytes:
-        """Return what the policy has learned; empty for nothing."""
-        return b"" if self._keyed is None else self._keyed.state()
-
-    def restore(self, state: bytes) -> str:
-        """Have the policy continue with what it had learned; return what is wrong with that."""
-        try:
-            if self._keyed is not None:
-                self._keyed.restore(state)
-        except Exception as error:  # noqa: BLE001 - it may be damaged in any way
-            return str(error) or repr(error)
-        return ""
 
     def _ranks(self, places: NDArray[np.intp]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
         """Return the priority of the blocks at ``places``, and how many uses ago each was used."""
