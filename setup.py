@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the compiled module, and the page that a package index shows.
+"""What pyproject.toml cannot say: the compiled modules, and the page that a package index shows.
 
 ``KVLADDER_URL`` is the address of the public repository, which a release sets. Then links of
 README lead to the release's files there, and the index lists them. Without it the links become
@@ -50,6 +50,14 @@ setup(
     ),
     long_description_content_type="text/markdown",
     project_urls=urls(address, f"v{version}"),
-    # without a compiler its loops run in Python
-    ext_modules=[Extension("kvladder.gpu.tree._columns", ["gpu/tree/_columns.c"], optional=True)],
+    # without a compiler their loops run in Python
+    ext_modules=[
+        Extension("kvladder.gpu.tree._columns", ["gpu/tree/_columns.c"], optional=True),
+        Extension(
+            "kvladder.policy._panel",
+            ["policy/_panel.c"],
+            extra_compile_args=["-ffp-contract=off"],  # the same results as in Python
+            optional=True,
+        ),
+    ],
 )

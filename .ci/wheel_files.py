@@ -9,6 +9,8 @@ from zipfile import ZipFile
 
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
+COMPILED = ("kvladder/gpu/tree/_columns.", "kvladder/policy/_panel.")
+
 
 def expected(tree: Path) -> set[str]:
     """The files of the packages, by their path in the wheel."""
@@ -27,7 +29,7 @@ def main(tree: Path, wheel: Path) -> int:
     """Print what differs; 1 if anything does."""
     names = {name for name in ZipFile(wheel).namelist() if not name.endswith("/")}
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-    compiled = {name for name in names if name.startswith("kvladder/gpu/tree/_columns.")}
+    compiled = {name for name in names if name.startswith(COMPILED)}
     wanted, found = expected(tree), names - info - compiled
     told = {name.partition("/")[2] for name in info}
     wrong = [f"not in the wheel: {name}" for name in sorted(wanted - found)]

@@ -168,6 +168,7 @@ class CacheManager:
         salt: str = "",
         saves: AvoidedCompute | None = None,
         session: str | None = None,
+        is_use: bool = True,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to promote it where needed.
 
@@ -183,6 +184,7 @@ class CacheManager:
         would take longer than computing it is neither fetched nor waited for. ``saves`` is the work
         that the engine avoids if all of the blocks come; None stands for their tokens. ``session``
         is the session that asks: blocks that another session brought in outlast that session's end.
+        Without ``is_use`` it is a prefetch, which eviction policies do not count as a use.
         """
         self.sessions.met(session, keys)
         if saves is None:
@@ -196,6 +198,7 @@ class CacheManager:
             levels=self._bits(levels),
             salt=self._digest(salt),
             saves=saves,
+            is_use=is_use,
         )
         self._stack.loader.fetch(fetch)
         return fetch
@@ -429,7 +432,8 @@ class CacheManager:
         ended or is not known.
         """
         runs, salt = self.sessions.last(session)
-        return [self.fetch(run, salt=salt, saves=ANYTHING, session=session) for run in runs if run]
+        told: dict[str, Any] = {"saves": ANYTHING, "session": session, "is_use": False}
+        return [self.fetch(run, salt=salt, **told) for run in runs if run]
 
     def end_session(self, session: str, *, spare: Container[BlockKey] = ()) -> list[BlockKey]:
         """End a session, and lower the blocks that it owns to the lowest priority.

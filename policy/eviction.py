@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal
 
 import numpy as np
 
@@ -19,6 +20,9 @@ BULK_MIN = 32
 
 GROWTH_MAX = 1 << 16
 """Largest number of handles by which the arrays grow at once."""
+
+STATE_MAX: Final = 1 << 20
+"""Most bytes of what a policy may keep over a restart."""
 
 _NIL = -1
 
@@ -37,6 +41,13 @@ class EvictionPolicy(ABC):
     block with a priority above the newcomer's; so an order that does not begin with the lowest
     priority may leave the newcomer without room. Then the level calls ``remove`` for the victims.
     It never calls ``pop``, which is for replays of traces.
+
+    Victims of host, and of each level below, are chosen at one place alone: the walk over
+    ``LevelIndex.victims``, with the level's own reasons to pass over a block. A pool of the device
+    has an order of its own (``kvladder.gpu.tree``), as its blocks go with their children.
+
+    A policy that raises an error, yields a handle that it does not hold, or takes too long is left:
+    the level says so once in the log, and orders its blocks as a prioritized LRU from then on.
 
     A policy sees ``remove`` for each block that is evicted, removed, expired or lost; also for a
     block that a request pins, which is pushed again after the last pin. A change of priority is a
@@ -95,22 +106,52 @@ class EvictionPolicy(ABC):
         """Yield handles in ``pop`` order; the policy must not change meanwhile."""
 
 
+RefusalReason = Literal["rule", "room"]
+"""Why a level does not hold a block that was offered: its rule (threshold, hits, terms), or room.
+"""
+
+
+Places = Callable[[Sequence[BlockKey]], Sequence[int | None]]
+"""Returns the handle of each key, None for those that a level lacks."""
+
+
 class KeyedPolicy(EvictionPolicy):
-    """Is told, beside all that other policies are, which blocks come, and which are evicted.
+    """Is told, beside all that other policies are, which blocks are asked for, come and go.
 
     For policies that remember evicted blocks, or that treat a block of a long request otherwise.
     The level calls ``inserted`` before a block's first ``push`` and ``dropped`` after its last
     ``remove``. A ``remove`` without ``dropped`` is a pin or a change of priority. The next ``push``
     of that handle is the same block again, used once more unless its priority has changed. A block
     may also come or go while it is pinned: then ``push`` comes later, or ``remove`` came before.
+
+    ``requested`` tells of uses by request, also of blocks that the level lacks. The calls with a
+    body here may be left as they are.
     """
+
+    def attached(self, blocks: int, places: Places) -> None:
+        """Note that the level holds at most ``blocks`` blocks; called once, before all others.
+
+        ``places(keys)`` returns the handle of each key, None for those that the level lacks.
+        """
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        """Note that a request asks for a prompt: all of its ``keys``, in order.
+
+        Every level is told, before anything is pinned or read for it. ``keys`` are there or not:
+        a block that a hotter level serves is used as well. ``request`` is the number with which
+        ``inserted`` names the blocks that this fetch brings. The save of what was computed has a
+        number of its own. A fetch counts once, however often it is polled. A fetch of the same
+        keys while an earlier one is not released counts with it. Prefetches, and fetches of sets,
+        do not count.
+        """
 
     @abstractmethod
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         """Note that the level holds ``keys`` from now on, at these handles, in this order.
 
         ``request`` is the number of the save or fetch that brought them, which no other save or
-        fetch has; 0 if none did: the blocks were found at the start, or came from a level above.
+        fetch has; 0 if none did: the blocks were found at the start, came from a level above, or
+        were prefetched.
         """
 
     @abstractmethod
@@ -119,6 +160,25 @@ class KeyedPolicy(EvictionPolicy):
 
         ``evicted`` is True if the cache chose them, and False if they were removed, expired or lost
         or the cache closes.
+        """
+
+    def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
+        """Note that these blocks were offered to the level, which does not hold them."""
+
+    def state(self) -> bytes:
+        """Return what the policy has learned, at most ``STATE_MAX`` bytes; empty for nothing.
+
+        A level with files keeps it over a restart.
+        """
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Continue with what ``state`` returned, maybe at another size.
+
+        Raises
+        ------
+        ValueError
+            It is none of this policy's.
         """
 
 

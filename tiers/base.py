@@ -64,6 +64,16 @@ class Medium:
         """
         raise TierError("this tier does not implement erase", temporary=False)
 
+    async def remember(self, name: str, state: bytes) -> None:
+        """Keep up to a megabyte under a name of letters, in place of what it had; all or nothing.
+
+        It is what the level's eviction policy has learned. Without a disk, keep nothing.
+        """
+
+    async def recall(self, name: str) -> bytes | None:
+        """Return what ``remember`` kept last under this name, maybe damaged; None for nothing."""
+        return None
+
     def spare(self, salt: bytes) -> float:
         """Return how many more blocks of one salt the tier takes now; infinity without a quota.
 

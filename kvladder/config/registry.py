@@ -49,7 +49,10 @@ BUILT_IN_TIERS: Final[Mapping[str, TierType]] = _declared()
 
 BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     "tiers": {name: one.make for name, one in BUILT_IN_TIERS.items()},
-    "policies": {"prioritized-lru": "kvladder.policy.eviction:PrioritizedLRU"},
+    "policies": {
+        "prioritized-lru": "kvladder.policy.eviction:PrioritizedLRU",
+        "adaptive": "kvladder.policy.adaptive:Adaptive",
+    },
     "codecs": {
         "checksum": "kvladder.tiers.codecs.base:ChecksumCodec",
         "zstd": "kvladder.tiers.codecs.zstd:ZstdCodec",

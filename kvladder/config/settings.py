@@ -443,7 +443,8 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
     """Time for which the level keeps a block; None sets no limit."""
     policy: str = "prioritized-lru"
-    """Name of the eviction policy."""
+    """Eviction policy: ``prioritized-lru``, ``adaptive`` (which learns the order among equal
+    priorities), or the name of a plug-in."""
 
     def __post_init__(self) -> None:
         if not self.name:

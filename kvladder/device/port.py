@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, Finished, JobId
@@ -300,7 +300,8 @@ class TierPort:
     def prefetch(self, keys: Sequence[BlockKey], salt: str) -> None:
         """Fetch these blocks to host, whatever that costs; ``poll`` releases them when done."""
         if keys:
-            fetch = self.manager.fetch(keys, salt=salt, saves=ANYTHING, session=LATER)
+            told: dict[str, Any] = {"saves": ANYTHING, "session": LATER, "is_use": False}
+            fetch = self.manager.fetch(keys, salt=salt, **told)
             self.rising.add([fetch])
 
     def _ended(self, finished: Finished) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sysconfig
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvladder.gpu.tree import columns
+from tests.kit.native import built
 
 SOURCE = Path(columns.__file__).with_name("_columns.c")
 SIZE = 6
-FLAGS = ["-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-cast-function-type", "-Werror"]
 
 Rows = st.lists(st.integers(0, SIZE - 1), max_size=SIZE, unique=True)
 Column = st.lists(st.integers(-1, 2), min_size=SIZE, max_size=SIZE)
@@ -26,23 +23,7 @@ Column = st.lists(st.integers(-1, 2), min_size=SIZE, max_size=SIZE)
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     """The C functions, built with every warning on."""
-    compiler = (sysconfig.get_config_var("CC") or "cc").split()
-    include = sysconfig.get_path("include")
-    if not SOURCE.exists() or not Path(include, "Python.h").exists():
-        pytest.skip("the source or Python's headers are not here")
-    target = tmp_path_factory.mktemp("native") / "_columns.so"
-    command = [*compiler, "-shared", "-fPIC", *FLAGS, f"-I{include}", SOURCE, "-o", target]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no C compiler")
-    assert done.returncode == 0, done.stderr
-    spec = importlib.util.spec_from_file_location("_columns", target)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return built(SOURCE, tmp_path_factory.mktemp("native"))
 
 
 def outcome(call, arguments):

@@ -13,11 +13,20 @@ from typing import Any
 import pytest
 
 from kvladder.keys import BlockKey
-from kvladder.policy.eviction import EvictionPolicy, KeyedPolicy, PrioritizedLRU
+from kvladder.policy.adaptive import Adaptive
+from kvladder.policy.eviction import (
+    EvictionPolicy,
+    KeyedPolicy,
+    Places,
+    PrioritizedLRU,
+    RefusalReason,
+)
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.panel import PythonPanel
 from kvladder.testing import FakeTier
 from kvladder.testing.policies import PolicyTests
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.ladder.records.guard import GuardedPolicy
 from tests.kit import soak
 from tests.kit.world import World
 from tests.tiers.test_custom_tier import loaded
@@ -29,6 +38,16 @@ SMALL_SAVE, LARGE_SAVE = 3, 200
 
 
 example: Any = loaded("custom_policy")
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a policy asserts fails the test; a level would leave the policy and go on."""
+
+    def fail(_guard: GuardedPolicy, why: str) -> None:
+        raise AssertionError(why)
+
+    monkeypatch.setattr(GuardedPolicy, "_leave", fail)
 
 
 class TestS3Fifo(PolicyTests):
@@ -48,6 +67,21 @@ class Recorder(PrioritizedLRU, KeyedPolicy):
         self.came: list[tuple[int, BlockKey]] = []
         """The number of the request, and the key, of each block."""
         self.left: list[tuple[BlockKey, bool]] = []
+        self.asked: list[tuple[int, list[BlockKey]]] = []
+        self.lacking: list[tuple[str, list[BlockKey]]] = []
+        self.blocks = 0
+
+    def attached(self, blocks: int, places: Places) -> None:
+        self.blocks, self.places = blocks, places
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        for key, handle in zip(keys, self.places(keys), strict=True):
+            assert handle is None or self.held[handle] == key
+        self.asked.append((request, [*keys]))
+
+    def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
+        assert {*self.held.values()}.isdisjoint(keys)
+        self.lacking.append((reason, [*keys]))
 
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         assert len({*handles}) == len(handles) == len(keys)
@@ -153,6 +187,88 @@ async def test_a_fetch_that_reads_blocks_has_a_number_of_its_own() -> None:
     await cache.aclose()
 
 
+async def test_every_policy_is_told_what_requests_ask_for() -> None:
+    host, lower, tier = Recorder(), Recorder(), FakeTier(durable=True)
+    below = LevelSpec(tier, OffloadRule(when="commit"), 64, policy=lower)
+    cache = await SimCache.open(below, slots=32, policy=host)
+    assert (host.blocks, lower.blocks) == (32, 64)
+    keys = cache.keys(*range(5))
+    cache.save(keys[:3])
+    await cache.settle()
+    assert host.asked == lower.asked == []
+    fetch = cache.manager.fetch(keys)  # the last two are nowhere
+    assert not host.came[3:]
+    again = cache.manager.fetch(keys)  # of the same request, which waits
+    while not fetch.done:
+        await cache.settle()
+    for one in (fetch, again):
+        one.release()
+    ((number, asked),) = host.asked
+    assert asked == keys
+    assert number
+    assert lower.asked == host.asked
+    cache.manager.fetch(keys).release()  # the next request
+    assert [asked for _, asked in host.asked] == [keys, keys]
+    assert host.asked[1][0] != number
+    await cache.aclose()
+
+
+async def test_a_fetch_brings_blocks_with_the_number_of_its_request() -> None:
+    host, tier = Recorder(), FakeTier(durable=True)
+    below = LevelSpec(tier, OffloadRule(when="commit"), 64)
+    cache = await SimCache.open(below, slots=8, policy=host)
+    keys = cache.keys(*range(4))
+    cache.save(keys)
+    await cache.settle()
+    cache.save(cache.keys(*range(100, 108)))
+    await cache.settle()
+    host.take()
+    assert {*await cache.load(keys)} == {"level1"}
+    ((number, _),) = host.asked
+    assert {request for request, _ in host.take()[0]} == {number}
+    await cache.aclose()
+
+
+async def test_a_prefetch_is_no_use() -> None:
+    host, tier = Recorder(), FakeTier(durable=True)
+    below = LevelSpec(tier, OffloadRule(when="commit"), 64)
+    cache = await SimCache.open(below, slots=8, policy=host)
+    keys = cache.keys(*range(4))
+    cache.save(keys)
+    await cache.settle()
+    cache.manager.sessions.use("one", [keys])
+    cache.save(cache.keys(*range(100, 108)))
+    await cache.settle()
+    host.take()
+    host.asked.clear()
+    (fetch,) = cache.manager.prefetch("one")
+    while not fetch.done:
+        await cache.settle()
+    fetch.release()
+    assert host.asked == []
+    assert {*host.take()[0]} == {(0, key) for key in keys}
+    await cache.aclose()
+
+
+async def test_a_policy_is_told_what_its_level_refuses() -> None:
+    host, lower, tier = Recorder(), Recorder(), FakeTier(durable=True)
+    below = LevelSpec(tier, OffloadRule(80, "commit"), 64, policy=lower)
+    cache = await SimCache.open(below, slots=4, policy=host)
+    keys = cache.keys(*range(4))
+    cache.save(keys)
+    await cache.settle()
+    assert host.lacking == []
+    assert {(why, key) for why, some in lower.lacking for key in some} == {
+        ("rule", key) for key in keys
+    }
+    fetch = cache.manager.fetch(keys)
+    more = cache.keys(*range(100, 102))
+    assert cache.save(more) == 0  # all slots are pinned
+    assert host.lacking == [("room", more)]
+    fetch.release()
+    await cache.aclose()
+
+
 async def test_recovered_blocks_belong_to_no_request() -> None:
     order, tier = Recorder(), FakeTier(durable=True)
     first = await SimCache.open(LevelSpec(tier, OffloadRule(when="commit")))
@@ -203,14 +319,22 @@ async def test_a_block_that_comes_back_after_its_eviction_is_kept() -> None:
     await cache.aclose()
 
 
+class InPython(Adaptive):
+    """The adaptive policy without its loops in C."""
+
+    def __init__(self) -> None:
+        super().__init__(make=PythonPanel)
+
+
 @pytest.mark.parametrize("seed", [37, 145, 200192, *range(40_000, 40_008)])
-@pytest.mark.parametrize("make", [example.S3Fifo, Recorder])
+@pytest.mark.parametrize("make", [example.S3Fifo, Recorder, Adaptive, InPython])
 def test_whole_caches_work_with_a_custom_policy(
     seed: int, make: type[EvictionPolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(World, "make_policy", staticmethod(make))
     world = soak.run_world(seed)
-    assert type(world.cache.stack.host.index.policy) is make
+    policy: Any = world.cache.stack.host.index.policy
+    assert type(policy.inner) is make
 
 
 def test_the_page_shows_the_example() -> None:

@@ -44,8 +44,8 @@ LOG_NAME = "index.log"
 LOCK_NAME = "LOCK"
 FIELDS_NAME = "FIELDS"
 """File with the fields from which the namespace is computed, for people. No block needs it."""
-
-ASIDE = {f"{META_NAME}.tmp", f"{LOG_NAME}.tmp", f"{FIELDS_NAME}.tmp"}
+STATE_NAMES = {"own": "POLICY", "host": "POLICY-HOST"}  # what eviction policies have learned
+ASIDE = {f"{name}.tmp" for name in (META_NAME, LOG_NAME, FIELDS_NAME, *STATE_NAMES.values())}
 """Names under which files are written before they are renamed."""
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
@@ -86,7 +86,7 @@ def segment_sizes(disk: Disk, home: Path) -> dict[int, int]:
 
 def is_ours(name: str) -> bool:
     """Return whether the tier writes a file of this name into a namespace's directory."""
-    ours = {LOG_NAME, META_NAME, LOCK_NAME, FIELDS_NAME, *ASIDE}
+    ours = LOG_NAME, META_NAME, LOCK_NAME, FIELDS_NAME, *STATE_NAMES.values(), *ASIDE
     return segment_number(name) is not None or name in ours
 
 

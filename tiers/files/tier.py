@@ -18,12 +18,13 @@ import msgspec
 
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import STATE_MAX
 from kvladder.schema import Settings
 from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.directory import look
-from kvladder.tiers.files.disk import Disk, explained, is_full
+from kvladder.tiers.files.directory import STATE_NAMES, look
+from kvladder.tiers.files.disk import Disk, explained, is_full, read_file, replace_file
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
 from kvladder.tiers.files.neighbours import Neighbours, compared, neighbours, told_of
@@ -326,6 +327,18 @@ class FilesTier(Tier):
             else:
                 left[one.key] = one
         return list(left.values())
+
+    async def remember(self, name: str, state: bytes) -> None:
+        home = self._opened().directory.home
+        await self._must([partial(replace_file, self._disk, home / STATE_NAMES[name], state)])
+
+    async def recall(self, name: str) -> bytes | None:
+        path = self._opened().directory.home / STATE_NAMES[name]
+        (found,) = await self._run([partial(read_file, self._disk, path, STATE_MAX)])
+        if isinstance(found, FileNotFoundError):
+            return None
+        _raise_if_failed([found])
+        return cast("bytes", found)
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         store, eraser = self._opened(), self._eraser

@@ -243,6 +243,7 @@ class BaseLevel(ABC, Generic[P]):
             ttl=rule.ttl_s is not None,
             now=now,
             tenants=Tenants(shares, rule.min_priority) if shares != NO_SHARES else None,
+            say=lambda why: shared.notices.say(f"{self.name} policy", f"tier {self.name}: {why}"),
         )
 
     def admits(self, meta: BlockMeta) -> bool:

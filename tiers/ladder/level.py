@@ -113,7 +113,10 @@ class Level(EvictingLevel):
             taken = len(keys)
         else:
             for key, slot, meta in zip(keys, slots, metas, strict=True):
-                if self.holds(key) or not self.admits(meta):
+                if self.holds(key):
+                    continue
+                if not self.admits(meta):
+                    self.index.refused([key], "rule")
                     continue
                 loser = queue.loser(meta.priority)
                 if self._abandoned(key):  # the call could undo the write
@@ -124,6 +127,7 @@ class Level(EvictingLevel):
                     taken += 1
                 elif not stay:
                     self.stats.drop("queue", meta.priority)
+                    self.index.refused([key], "room")
         self._above.wake()
         return taken == len(keys)
 
@@ -204,6 +208,7 @@ class Level(EvictingLevel):
         """Take blocks out of the write queue, which frees their slots, and count them as drops."""
         for key in keys:
             self.stats.drop(reason, self.write_queue[key].meta.priority)
+        self.index.refused(keys, "room")
         self._give_up(keys)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
@@ -270,6 +275,7 @@ class Level(EvictingLevel):
         places = self.places.take(len(blocks))
         for one in blocks[len(places) :]:
             self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
+            self.index.refused([one.key], "room")
         keys, slots = [one.key for one in blocks], [one.slot for one in blocks]
         placed, side = list[LevelWrite](), self.client.pipeline.side
         for meta, run in runs([one.meta for one in blocks[: len(places)]]):
@@ -352,6 +358,7 @@ class Level(EvictingLevel):
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """Note that the medium is full: work within the places in use, and try for more later."""
         self._drop("full", blocks)
+        self.index.refused([block.key for block in blocks], "room")
         places, now_s = [block.place for block in blocks], self.shared.clock.now()
         # a free place of a shared tier is no room that is kept for us
         if self.places.full(places, now_s, all_free=self.tier.shared):  # said once an hour

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import NoneType
-from typing import cast
+from typing import Any, cast
 
 from kvladder.errors import ConfigError, TierError, Unavailable, refusal
 from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
@@ -18,10 +18,13 @@ from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import contained
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.writing.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
 """Time that the start of a cache waits for a tier; then the cache works without the level."""
+KEEP_S = 600.0
+"""Time between two times at which what policies have learned is kept."""
 TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 
@@ -39,7 +42,10 @@ class LevelLifecycle:
         self.writer = Writer(level, above)
         self.level = level
         self._client = level.client
+        self.learned: dict[str, LevelIndex[Any]] = {"own": level.index}
+        """Indexes with policies that keep what they learn in this level's tier, by name."""
         self._call: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_late = False
 
@@ -88,6 +94,7 @@ class LevelLifecycle:
                 first.set_result(None)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, settings.retry_max_s)
+        await self._recall()
         self.writer.start()
         with self.level.shared.lock:
             self.level.opened()
@@ -107,6 +114,67 @@ class LevelLifecycle:
             return TierError("the tier cancelled the call")
         return self._call.exception()
 
+    async def _recall(self) -> None:
+        """Have policies continue with what they had learned; what is damaged is said once."""
+        told = {name: index for name, index in self.learned.items() if index.is_told}
+        if not told or not self.level.tier.durable:
+            return
+
+        async def recalling() -> None:
+            for name, index in told.items():
+                state = await self.level.tier.recall(name)
+                wrong = "" if state is None else "it is no bytes"
+                if isinstance(state, bytes):
+                    with self.level.shared.lock:
+                        wrong = index.restore(state)
+                if wrong:
+                    self._say(f"what a policy had learned cannot be used: {wrong}")
+
+        await self._shortly(recalling, "read what a policy had learned")
+        self._keeping = asyncio.create_task(self._keep_on(), name=f"kvladder-{self.level.name}")
+
+    async def _keep_on(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            await self._keep()
+
+    async def _keep(self) -> None:
+        """Keep what policies have learned."""
+
+        async def keeping() -> None:
+            for name, index in self.learned.items():
+                with self.level.shared.lock:
+                    state = index.state()
+                if state:
+                    await self.level.tier.remember(name, state)
+
+        await self._shortly(keeping, "keep what a policy has learned")
+
+    async def _shortly(self, call: Callable[[], Awaitable[None]], what: str) -> None:
+        """Wait for a call, but not long; a failure is said, and costs only what was learned."""
+
+        async def calling() -> None:
+            await contained(call())
+
+        task = asyncio.create_task(calling(), name=f"kvladder-call-{self.level.name}")
+        task.add_done_callback(lambda call: call.cancelled() or call.exception())
+        try:
+            await asyncio.wait({task}, timeout=CALLS_TIMEOUT_S)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CALLS_TIMEOUT_S)
+        error = None if not task.done() or task.cancelled() else task.exception()
+        if error is not None or not task.done() or task.cancelled():
+            why = "it took too long" if error is None else repr(error)
+            self._say(f"failed to {what}: {why}")
+
+    def _say(self, what: str) -> None:
+        level = self.level
+        level.shared.notices.say(
+            f"{level.name} learned", f"tier {level.name}: {what}; it starts afresh"
+        )
+
     async def drain(self, *, erased: bool = False) -> None:
         """Wait until everything offered was written or given up; then for purges, if ``erased``."""
         with self.level.shared.lock:
@@ -117,11 +185,16 @@ class LevelLifecycle:
         """Stop the writer, and close the tier; may be called again.
 
         Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
-        or three times if it was not open yet.
+        or three times if it was not open yet. What a policy learned may take twice that more.
         """
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+        if self._keeping is not None:
+            keeping, self._keeping = self._keeping, None
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            await self._keep()
         if self._call is not None and not self._call.done():
             self._call.cancel()
             await asyncio.wait({self._call}, timeout=CALLS_TIMEOUT_S)

@@ -63,7 +63,13 @@ class TierStack(StackQueries):
         ]
         self.host = HostLevel(host, shared, self.levels)
         self._all_levels: Sequence[HostLevel | Level] = (self.host, *self.levels)
+        self._told = [level for level in self._all_levels if level.index.is_told]
+        """Levels with policies that are told of refusals."""
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
+        for lifecycle in self._lifecycles:
+            if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned
+                lifecycle.learned["host"] = self.host.index
+                break
         self._post = post
         self._saving = Saving(shared.arena.slots)
         self._scheduled = False
@@ -187,6 +193,9 @@ class TierStack(StackQueries):
                     self._saving.put([keys[index] for index in kept], leased, said)
                 for index in () if patient else found[len(leased) :]:
                     self.host.stats.drop(self.host.short_of, metas[index].priority)
+                if self._told and len(leased) < len(found) and not patient:
+                    left_out = [keys[index] for index in found[len(leased) :]]
+                    self.host.index.refused(left_out, "room")
             wanted += found
             slots += leased
             start = end
@@ -228,6 +237,7 @@ class TierStack(StackQueries):
                 self.host.doubt()
             elif key not in self._saving and key not in self.loader.arrivals:
                 if not self._admitted(meta):
+                    self._refuse(keys[index:], self._told)
                     return wanted, len(keys)
                 wanted.append(index)
         return wanted, end
@@ -245,6 +255,11 @@ class TierStack(StackQueries):
         """Return whether a read of one of these is pending."""
         arrivals = self.loader.arrivals
         return bool(arrivals) and not arrivals.isdisjoint(keys)
+
+    def _refuse(self, keys: Sequence[BlockKey], levels: Sequence[HostLevel | Level]) -> None:
+        """Tell the policies of these levels that their rules refuse the blocks."""
+        for level in levels:
+            level.index.refused(keys, "rule")
 
     def _admitted(self, meta: BlockMeta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
@@ -292,6 +307,8 @@ class TierStack(StackQueries):
         if is_uniform:  # as mostly; one by one, 2048 blocks take eight times as long
             self._saving.done(keys)
             host.hold(keys[::-1], slots[::-1], metas[0], request=request)
+            if self._told:
+                self._refuse(keys, [lv for lv in self._told if not lv.admits(metas[0])])
             return keys, start
         start += max(0, len(keys) - STEP)
         stored: list[BlockKey] = []
@@ -306,6 +323,8 @@ class TierStack(StackQueries):
             else:
                 self._send_down(key, slot, meta)
                 self.shared.arena.release([slot])
+            if meta is not None and self._told:
+                self._refuse([key], [lv for lv in self._told if not lv.admits(meta)])
         return stored[::-1], start
 
     def _send_down(self, key: BlockKey, slot: Slot, meta: BlockMeta) -> None:

@@ -60,6 +60,8 @@ class Fetch:
     the slots are reused: keep it as long as a copy reads them.
     """
 
+    is_prefix = True
+    """True if its keys are those of a prompt, in order."""
     _number = 0
 
     def __init__(
@@ -72,6 +74,7 @@ class Fetch:
         levels: int = ANYWHERE,
         salt: bytes = b"",
         saves: AvoidedCompute | None = None,
+        is_use: bool = True,
     ) -> None:
         self._unreleased = unreleased = shared.unreleased
         if unreleased.lost:
@@ -81,6 +84,9 @@ class Fetch:
         """Bits of the levels that may be read for it."""
         self.saves = saves
         """Compute that the engine avoids if all blocks come; None has them fetched in any case."""
+        self.is_use = is_use
+        """True if a request uses its blocks, so that eviction policies are told; False for a
+        prefetch."""
         self.patience: Patience | None = None
         """Limit of the wait that is worth it; None waits up to the deadline."""
         self._stack = stack
@@ -120,6 +126,17 @@ class Fetch:
         """Return the number of this fetch: the next of ``numbers`` when it is first asked for."""
         self._number = self._number or next(numbers)
         return self._number
+
+    def joins(self, earlier: Fetch | None) -> bool:
+        """Return whether ``earlier`` asks for the same keys and is not released: one use.
+
+        Its number is then this fetch's, too.
+        """
+        is_same = earlier is not None and earlier._state is not _RELEASED
+        if earlier is None or not is_same or len(earlier.keys) != len(self.keys):
+            return False
+        self._number = earlier._number
+        return True
 
     def fill(self, slots: Sequence[Slot], source: str) -> None:
         """Append blocks of the prefix that are all there, in this level."""
@@ -325,6 +342,7 @@ class SetFetch(Fetch):
     ``keys`` are those that were there when it began; ``found`` says which of them came.
     """
 
+    is_prefix = False
     _told: asyncio.Event | None = None
 
     def failed(self, index: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.errors import ClosedError
@@ -20,6 +22,7 @@ from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.loading.reads import BlockReader
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.loading.waiting import RoomWaitQueue
+from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.terms import HOST
 
 
@@ -72,6 +75,11 @@ class FetchGrower:
         self._wake = wake
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         """Write-through levels that want blocks after a number of hits."""
+        indexes: list[LevelIndex[Any]] = [host.index, *(level.index for level in levels)]
+        self._told = [index for index in indexes if index.is_told]
+        """Levels with policies that are told of requests."""
+        self._asked: WeakValueDictionary[BlockKey, Fetch] = WeakValueDictionary()
+        """By its last key, the fetch that these policies were told of last."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Pin the longest prefix of its keys, and begin to bring up what is not in host slots.
@@ -87,9 +95,22 @@ class FetchGrower:
         if self._tasks.closed:
             raise ClosedError("the cache is closed")
         fetch.ask(asking=True)
+        if self._told and fetch.is_use and fetch.is_prefix and fetch.keys:
+            self._tell(fetch)
         self._grow(fetch, new=True)
         if fetch.asking:
             self._post(self._tasks.begin, partial(self._follow, fetch), "kvladder-ask")
+
+    def _tell(self, fetch: Fetch) -> None:
+        """Tell policies of a request, unless an earlier fetch of it is not released yet."""
+        with self._lock:
+            last = fetch.keys[-1]
+            if fetch.joins(self._asked.get(last)):
+                return
+            self._asked[last] = fetch
+            number = fetch.number(self._shared.requests)
+            for index in self._told:
+                index.requested(fetch.keys, number)
 
     async def _follow(self, fetch: Fetch) -> None:
         """Ask shared tiers, and extend ``fetch``, as long as that brings it further."""

@@ -185,7 +185,8 @@ class BlockReader:
         is_taken = host.admits(meta)
         if is_taken:  # tail first, so that a prefix outlives what follows it
             brought = blocks[0].fetch
-            request = 0 if brought is None else brought.number(self._shared.requests)
+            is_use = brought is not None and brought.is_use
+            request = brought.number(self._shared.requests) if brought and is_use else 0
             host.hold(keys[::-1], slots[::-1], meta, pins=len(waiters), request=request)
         else:
             self._shared.arena.release(slots)

@@ -20,10 +20,11 @@ from kvladder.policy.eviction import (
     GROWTH_MAX,
     PRIORITY_DEFAULT,
     EvictionPolicy,
-    KeyedPolicy,
+    PrioritizedLRU,
 )
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.ladder.records.guard import GuardedPolicy, PolicyTeller
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.tenancy import Tenanted
@@ -35,7 +36,7 @@ RESERVED_MAX = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-class LevelIndex(Tenanted[P]):
+class LevelIndex(Tenanted[P], PolicyTeller):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each. A
@@ -57,6 +58,8 @@ class LevelIndex(Tenanted[P]):
         Returns the loop time.
     tenants:
         Counts the blocks of each salt, where there are limits.
+    say:
+        Is told once if the policy failed and was left.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class LevelIndex(Tenanted[P]):
         ttl: bool = False,
         now: Callable[[], float] = lambda: 0.0,
         tenants: Tenants | None = None,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self.policy = policy
-        self._keyed = policy if isinstance(policy, KeyedPolicy) else None
+        guard = GuardedPolicy(policy, now=now, ranks=self._ranks, say=say)
+        self.policy: EvictionPolicy = policy if type(policy) is PrioritizedLRU else guard
+        self._keyed = None if guard.keyed is None else guard
         self.tenants = tenants
         self.clipped = 0
         self.ages = Histogram(AGES_S)
@@ -98,8 +103,10 @@ class LevelIndex(Tenanted[P]):
         """Ends of retention, by place."""
         self._terms = TermsByPlace()
         self._end = 0
+        if self._keyed is not None and blocks_max:
+            self._keyed.attached(blocks_max, self.places_of)
         self._reserve(min(blocks_max, RESERVED_MAX))
-        policy.reserve(len(self._key))
+        self.policy.reserve(len(self._key))
 
     def __len__(self) -> int:
         return len(self._place)
@@ -558,6 +565,12 @@ class LevelIndex(Tenanted[P]):
         """
         for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
+
+    def _ranks(self, places: NDArray[np.intp]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return the priority of the blocks at ``places``, and how many uses ago each was used."""
+        used = np.frombuffer(self._used, np.uint32)[places]
+        ages: NDArray[np.uint32] = np.uint32(self._uses) - used  # modulo 2**32
+        return np.frombuffer(self._priority, np.uint8)[places], ages
 
     def victims(self) -> Iterator[P]:
         """Iterate over places in the order of eviction; do not change the index meanwhile."""

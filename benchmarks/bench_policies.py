@@ -1,0 +1,196 @@
+"""Eviction policies over traces: ours, the best of fourteen peers' policies, and Belady's bound.
+
+The figure is the share of blocks that are found in prefixes. The limit is Belady's: which blocks go
+is known in advance. The peers' policies are simulated (``benchmarks/policies/peers.hpp``); ours is
+called as a level calls it, block by block as theirs are, and once with whole prompts, where both it
+and LRU evict for all blocks of a prompt at once. ``KVLADDER_TRACES`` names a folder of traces in
+Mooncake's format; six more are generated. ``KVLADDER_SIZES`` sets the sizes, in percent of the
+blocks that a trace has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import mean
+from time import perf_counter
+
+from benchmarks.policies.level import Level, keys_of, served, unbounded
+from benchmarks.policies.peers import BELADY, Outcome, peers
+from benchmarks.policies.traces import Trace, traces
+from benchmarks.row import Row
+from kvladder.keys import KEY_BYTES, BlockKey
+from kvladder.policy.adaptive import Adaptive
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.panel import NATIVE
+
+SIZES = [float(one) for one in os.environ.get("KVLADDER_SIZES", "0.5,1,2,5,10,25,50").split(",")]
+"""Percent of the blocks of a trace."""
+AGENTS_SIZE = 5.0
+LRU = "LRU"
+PROMPT, ROUNDS = 256, 4000
+"""Blocks of each prompt, and number of prompts, where costs are measured."""
+
+
+@dataclass
+class Summary:
+    """What the rows at the end say of all cells."""
+
+    ratios: dict[str, float] = field(default_factory=dict[str, float])
+    to_lru: dict[str, float] = field(default_factory=dict[str, float])
+    saved: list[float] = field(default_factory=list[float])
+    evicted: list[float] = field(default_factory=list[float])
+    whole: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def rows() -> Iterator[Row]:
+    """Measure every trace at every size; then sum up."""
+    summary = Summary()
+    for trace in traces():
+        yield from _trace(trace, summary)
+    yield from _summed(summary)
+    yield from _costs()
+
+
+class Timed(Adaptive):
+    """The adaptive policy with a clock around its calls, but for the look-up of handles."""
+
+    spent_s = 0.0
+
+    def _time(self, call: Callable[..., object], *given: object) -> None:
+        began_s = perf_counter()
+        call(*given)
+        self.spent_s += perf_counter() - began_s
+
+    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+        self._time(self._panel.requested, keys, self._places(keys))
+
+    def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
+        self._time(self._panel.inserted, handles, keys, request)
+
+    def dropped(self, handles: Sequence[int], *, evicted: bool) -> None:
+        self._time(self._panel.dropped, handles, evicted)
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        self._time(self._panel.push_all, handles, priority)
+
+    def remove_all(self, handles: Sequence[int]) -> None:
+        self._time(self._panel.remove_all, handles)
+
+
+class TimedLevel(Level):
+    """A level of which the walks count for its policy's time."""
+
+    def victims(self, count: int) -> list[int]:
+        began_s = perf_counter()
+        found = super().victims(count)
+        assert isinstance(self.policy, Timed)
+        self.policy.spent_s += perf_counter() - began_s
+        return found
+
+
+def _costs() -> Iterator[Row]:
+    """Measure what an access takes: asked for, pinned or saved, evicted; and the memory."""
+    for size in (10_000, 1_000_000):
+        random = Random(1)
+        keys = [BlockKey(random.randbytes(KEY_BYTES)) for _ in range(3 * size)]
+        policy = Timed()
+        level = TimedLevel(policy, size, keys)
+        for first in range(0, size, PROMPT):
+            level.request([*range(first, first + PROMPT)], whole=True)
+        policy.spent_s, last = 0.0, len(keys) // PROMPT - 1
+        for _ in range(ROUNDS):
+            first = PROMPT * int(random.betavariate(0.5, 1.5) * last)
+            level.request([*range(first, first + PROMPT)], whole=True)
+        yield Row(
+            name=f"policies, adaptive, an access, {size:,} blocks",
+            unit="us",
+            ours=policy.spent_s / (ROUNDS * PROMPT) * 1e6,
+            goal="<= 1",
+            note=f"{sys.getsizeof(policy) / size:.1f} bytes a block, and 1 for the guard; loops in "
+            + ("C" if NATIVE else "Python"),
+        )
+
+
+def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
+    keys, unique, blocks = keys_of(trace), trace.unique, trace.blocks
+    sizes = {percent: max(2, int(unique * percent / 100)) for percent in SIZES}
+    found, most = peers(trace, [*sizes.values()]), unbounded(trace)
+    for percent, size in sizes.items():
+        cell, others = f"{trace.name}, {percent:g} %", dict(found[size])
+        bound, lru = others.pop(BELADY), others[LRU]
+        best = max(others, key=lambda name: others[name].hits)
+        ours = served(Adaptive(), trace, size, keys, whole=False)
+        ratio = ours.hits / max(1, others[best].hits)
+        summary.ratios[cell] = ratio
+        summary.to_lru[cell] = ours.hits / max(1, lru.hits)
+        if trace.is_agent and percent == AGENTS_SIZE:
+            summary.saved.append(ours.work / lru.work)
+        summary.evicted.append(_lost(ours, most) / max(1.0, _lost(lru, most)))
+        note = f"best peer: {best}; LRU {lru.hits / blocks:.4f}"
+        if percent in {min(SIZES), AGENTS_SIZE, max(SIZES)}:
+            whole = served(Adaptive(), trace, size, keys, whole=True)
+            plain = served(PrioritizedLRU(), trace, size, keys, whole=True)
+            summary.whole[cell] = whole.hits / max(1, plain.hits)
+            note += f"; whole prompts: {whole.hits / blocks:.4f}, LRU {plain.hits / blocks:.4f}"
+        yield Row(
+            name=f"policies, {cell}",
+            unit="hit ratio",
+            limit=bound.hits / blocks,
+            peer=others[best].hits / blocks,
+            ours=ours.hits / blocks,
+            ratio=ratio,
+            goal="ratio >= 0.97",
+            note=note,
+        )
+
+
+def _lost(outcome: Outcome, most: Outcome) -> float:
+    """Return the number of blocks that were computed again because they had been evicted."""
+    return float(most.hits - outcome.hits)
+
+
+def _summed(summary: Summary) -> Iterator[Row]:
+    ratios, to_lru = summary.ratios, summary.to_lru
+    least, worst = min(ratios, key=ratios.__getitem__), min(to_lru, key=to_lru.__getitem__)
+    below = sum(ratio < 0.97 for ratio in ratios.values())
+    yield Row(
+        name="policies, all cells: to the best peer of each, mean",
+        unit="ratio",
+        ours=mean(ratios.values()),
+        goal=">= 1.03",
+        note=f"{below} of {len(ratios)} below 0.97; least {ratios[least]:.3f} at {least}",
+    )
+    yield Row(
+        name="policies, all cells: to LRU, mean",
+        unit="ratio",
+        ours=mean(to_lru.values()),
+        goal=">= 1 in each",
+        note=f"least {to_lru[worst]:.3f} at {worst}; "
+        f"{sum(ratio < 0.9995 for ratio in to_lru.values())} below LRU",
+    )
+    if summary.saved:
+        yield Row(
+            name=f"policies, prefill work saved at {AGENTS_SIZE:g} % on agents, to LRU",
+            unit="ratio",
+            ours=mean(summary.saved),
+            goal=">= 1.10",
+            note=", ".join(f"{one:.3f}" for one in summary.saved),
+        )
+    yield Row(
+        name="policies, blocks computed again after an eviction, to LRU, mean",
+        unit="ratio",
+        ours=mean(summary.evicted),
+        goal="<= 0.5",
+    )
+    if summary.whole:
+        worst = min(summary.whole, key=summary.whole.__getitem__)
+        yield Row(
+            name="policies, whole prompts at once: to LRU, mean",
+            unit="ratio",
+            ours=mean(summary.whole.values()),
+            note=f"least {summary.whole[worst]:.3f} at {worst}",
+        )

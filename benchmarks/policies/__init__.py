@@ -1,0 +1,1 @@
+"""Traces, peers' policies in C++, and the level model for ``benchmarks.bench_policies``."""

@@ -1,0 +1,313 @@
+"""What the adaptive policy learns: when blocks of a class are asked for again, and which rule hits.
+
+The loops stand twice: here, to be read, and in ``_panel.c``, with the same results.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, deque
+from math import sqrt
+from typing import Final
+
+LEVELS: Final = (2, 3, 4, 6, 9, 15)
+"""Least counts of uses of the levels of frequency."""
+INTERVALS: Final = 4
+"""Intervals between the last two uses: up to a quarter of the size, the size, four times, more."""
+CLASSES: Final = 1 + len(LEVELS) * INTERVALS
+"""Class 0 has blocks that were used once; then by level, the longest interval first."""
+GROUPS: Final = (0, *(group for group in (1, 1, 1, 2, 2, 3) for _ in range(INTERVALS)))
+"""Levels of KVBM's MultiLRU, by class: used once, and from 2, 6 and 15 times on."""
+COUNT_MAX: Final = 15
+SAMPLE: Final = 2048
+"""A shadow has this many keys, or up to twice as many; at smaller sizes all."""
+BINS: Final = 18
+"""Bins of age: the first ends at a sixteenth of the size, the last begins at 16 times the size."""
+FORGET: Final = 24
+"""Times of the size after which a sampled key is forgotten."""
+HALVE: Final = 10
+"""Counts are halved each time that ten times the size were used."""
+PSEUDO: Final = 4.0
+"""Weight of the average of all classes, in uses, where a class has few of its own."""
+HAZARD, MULTI, RECENT = range(3)
+"""The rules: least learned worth first; least frequent level first; least recently used first."""
+RULES: Final = 3
+STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + 1}d")
+"""What is kept over a restart: tables of both kinds, the comparisons of rules, and the rule."""
+
+Rank = tuple[float, int, int]
+
+
+def class_of(count: int, age: int, size: int) -> int:
+    """Return the class of a block with this many uses, the last two ``age`` uses apart."""
+    if count < LEVELS[0]:
+        return 0
+    level = sum(count >= least for least in LEVELS) - 1
+    shorter = (4 * age < size) + (age < size) + (age < 4 * size)
+    return 1 + level * INTERVALS + shorter
+
+
+class Hazards:
+    """Learns from sampled keys how likely each class is asked for at each age.
+
+    ``hits[k][b]`` counts uses of a block of class k at an age in bin b; ``reached[k][b]`` blocks
+    that were not used up to there. ``worth`` is the largest expected number of hits for each block
+    and use that it stays (Gittins index), over all times to wait.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.edges = [0.0]
+        edge = size / 16
+        for _ in range(BINS - 1):
+            self.edges.append(edge)
+            edge *= 1.4142135623730951
+        self.hits = [[0.0] * BINS for _ in range(CLASSES)]
+        self.reached = [[0.0] * BINS for _ in range(CLASSES)]
+        self.worth: list[list[float]] | None = None
+
+    def bin(self, age: int) -> int:
+        """Return the bin of an age."""
+        found = 0
+        while found + 1 < BINS and age >= self.edges[found + 1]:
+            found += 1
+        return found
+
+    def halve(self) -> None:
+        """Let what was learned long ago count half."""
+        for table in (self.hits, self.reached):
+            for row in table:
+                row[:] = [value * 0.5 for value in row]
+
+    def learn(self) -> None:
+        """Compute ``worth`` anew."""
+        every = [0.0] * BINS
+        for age in range(BINS):
+            hits = reached = 0.0
+            for one in range(CLASSES):
+                hits += self.hits[one][age]
+                reached += self.reached[one][age]
+            every[age] = min(1.0, hits / reached) if reached > 0 else 0.0
+        edges = self.edges
+        widths = [edges[age + 1] - edges[age] for age in range(BINS - 1)] + [edges[-1] * 0.4]
+        self.worth = [self._worth(one, every, widths) for one in range(CLASSES)]
+        # a block that was used more often, or after a shorter time, is worth no less
+        for level in range(len(LEVELS)):
+            for shorter in range(INTERVALS):
+                at = 1 + level * INTERVALS + shorter
+                if shorter:
+                    self._raise(at, at - 1)
+                if level:
+                    self._raise(at, at - INTERVALS)
+
+    def _worth(self, one: int, every: list[float], widths: list[float]) -> list[float]:
+        rates: list[float] = []
+        for age in range(BINS):
+            hits, reached = self.hits[one][age], self.reached[one][age]
+            rate = (hits + PSEUDO * every[age]) / (max(reached, hits) + PSEUDO)
+            rates.append(min(0.999, rate))
+        found: list[float] = []
+        for start in range(BINS):
+            left, hits, time, best = 1.0, 0.0, 0.0, 0.0
+            for age in range(start, BINS):
+                hits += left * rates[age]
+                time += left * widths[age] * (1.0 - rates[age] * 0.5)
+                left *= 1.0 - rates[age]
+                best = max(best, hits / time)
+            found.append(best)
+        return found
+
+    def _raise(self, at: int, least: int) -> None:
+        assert self.worth is not None
+        self.worth[at] = [*map(max, self.worth[at], self.worth[least])]
+
+    def score(self, one: int, age: int) -> float:
+        """Return the worth of a block of a class at an age, between the edges of its bin."""
+        if self.worth is None:
+            return 1.0 / (age + 1)
+        low, worth, edges = self.bin(age), self.worth[one], self.edges
+        if low + 1 >= BINS:
+            return worth[low] * edges[low] / max(float(age), edges[low])
+        step = (age - edges[low]) / max(1.0, edges[low + 1] - edges[low])
+        return worth[low] + (worth[low + 1] - worth[low]) * step
+
+    def rank(self, rule: int, one: int, age: int) -> Rank:
+        """Return what orders blocks by a rule: the least goes first."""
+        if rule == HAZARD:
+            return self.score(one, age), -age, one
+        return float(GROUPS[one]) if rule == MULTI else 0.0, -age, one
+
+
+class Sampled:
+    """A key that is sampled: count, time of the last use, class, shadows that hold it."""
+
+    __slots__ = ("count", "inside", "kind", "last")
+
+    def __init__(self) -> None:
+        self.count = self.last = self.kind = self.inside = 0
+
+
+class Learner:
+    """Keeps sampled keys, one shadow cache for each rule, and compares the rules.
+
+    A shadow has the size of the level divided by the rate of sampling. All calls are told ``now``,
+    the number of uses so far.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rate = max(1, size // SAMPLE)
+        self.shadow_size = max(1, size // self.rate)
+        self.hazards = Hazards(size)
+        self.keys: dict[int, Sampled] = {}
+        self.shadows = [[OrderedDict[int, None]() for _ in range(CLASSES)] for _ in range(RULES)]
+        self.held = [0] * RULES
+        self.log: deque[tuple[int, int, int]] = deque()
+        """Time, key and class of each sampled use, the oldest first."""
+        self._gone = 0
+        self._passed = [0] * (BINS + 1)  # how far the log has reached the age of each bin; forgets
+        self.ahead = [[0.0] * RULES for _ in range(RULES)]
+        """By how many hits a rule was ahead of another one."""
+        self.spread = [[0.0] * RULES for _ in range(RULES)]
+        self.rule = HAZARD
+        self._learn_at = size // 2 + 1
+        self._halve_at = 256 * size
+        self._choose_at = size // 2
+        self._fade_at = 64 * size
+
+    def samples(self, tag: int) -> bool:
+        """Return whether a key is sampled."""
+        return (((tag & 0xFFFFFFFF) * 2654435761 & 0xFFFFFFFF) >> 8) % self.rate == 0
+
+    def known(self, tag: int, now: int) -> tuple[int, int, int]:
+        """Return count and class as of its last use, and age, of a sampled key; 0 if unknown."""
+        one = self.keys.get(tag)
+        return (0, 0, 0) if one is None else (one.count, one.kind, now - one.last)
+
+    def asked(self, tags: list[int]) -> None:
+        """Compare the rules by a prompt's sampled keys: how many leading ones each shadow has."""
+        known = [self.keys.get(tag) for tag in tags]
+        hits = [0] * RULES
+        for rule in range(RULES):
+            for one in known:
+                if one is None or not one.inside >> rule & 1:
+                    break
+                hits[rule] += 1
+        for first in range(RULES):
+            for second in range(RULES):
+                ahead = float(hits[first] - hits[second])
+                self.ahead[first][second] += ahead
+                self.spread[first][second] += ahead * ahead
+
+    def use(self, tag: int, now: int) -> None:
+        """Count a use of a sampled key, in the shadows, too."""
+        one = self.keys.get(tag)
+        if one is None:
+            one = self.keys[tag] = Sampled()
+        was_inside, age = one.inside, now - one.last
+        for rule in range(RULES):
+            if was_inside >> rule & 1:
+                del self.shadows[rule][one.kind][tag]
+            elif self.held[rule] >= self.shadow_size:
+                self._evict(rule, now)
+            else:
+                self.held[rule] += 1
+        hazards, period = self.hazards, HALVE * self.size
+        if one.count and age < FORGET * self.size:
+            hazards.hits[one.kind][hazards.bin(age)] += 1.0
+        one.count >>= min(COUNT_MAX, now // period - one.last // period)
+        one.count = min(COUNT_MAX, one.count + 1)
+        one.kind, one.last = class_of(one.count, age, self.size), now
+        hazards.reached[one.kind][0] += 1.0
+        one.inside = (1 << RULES) - 1
+        for rule in range(RULES):
+            self.shadows[rule][one.kind][tag] = None
+        self.log.append((now, tag, one.kind))
+        self._reach(now)
+
+    def _evict(self, rule: int, now: int) -> None:
+        best: Rank | None = None
+        for kind, order in enumerate(self.shadows[rule]):
+            if order:
+                tag = next(iter(order))
+                rank = self.hazards.rank(rule, kind, now - self.keys[tag].last)
+                if best is None or rank < best:
+                    best = rank
+        assert best is not None
+        self._leave(next(iter(self.shadows[rule][best[2]])), rule, now)
+
+    def _leave(self, tag: int, rule: int, now: int) -> None:
+        """Take a key out of a shadow."""
+        one = self.keys[tag]
+        del self.shadows[rule][one.kind][tag]
+        one.inside &= ~(1 << rule)
+        if not one.inside and now - one.last >= FORGET * self.size:
+            del self.keys[tag]
+
+    def _reach(self, now: int) -> None:
+        """Note which lives reach the age of a bin now, and forget the oldest."""
+        for age in range(1, BINS + 1):
+            edge = self.hazards.edges[age] if age < BINS else float(FORGET * self.size)
+            while self._passed[age] < self._gone + len(self.log):
+                then, tag, kind = self.log[self._passed[age] - self._gone]
+                if now - then < edge:
+                    break
+                self._passed[age] += 1
+                one = self.keys.get(tag)
+                if one is None or one.last != then:
+                    continue
+                if age < BINS:
+                    self.hazards.reached[kind][age] += 1.0
+                elif not one.inside:
+                    del self.keys[tag]
+        while self._passed[BINS] > self._gone:
+            self.log.popleft()
+            self._gone += 1
+
+    def leave(self, tag: int, now: int) -> None:
+        """Take a key out of all shadows: the level lost it, or did not take it."""
+        one = self.keys.get(tag)
+        for rule in range(RULES):
+            if one is not None and one.inside >> rule & 1:
+                self._leave(tag, rule, now)
+                self.held[rule] -= 1
+
+    def tick(self, now: int) -> None:
+        """Learn, and choose the rule, each from time to time."""
+        if now >= self._learn_at:
+            self._learn_at = now + max(64, self.size // 16)
+            self.hazards.learn()
+        if now >= self._halve_at:
+            self._halve_at = now + 256 * self.size
+            self.hazards.halve()
+        if now >= self._choose_at:
+            self._choose_at = now + max(200, self.size // 20)
+            self._choose()
+        if now >= self._fade_at:
+            self._fade_at = now + 64 * self.size
+            for table in (self.ahead, self.spread):
+                for row in table:
+                    row[:] = [value * 0.5 for value in row]
+
+    def _choose(self) -> None:
+        current, best = self.rule, 0.0
+        for rule in range(RULES):
+            ahead, spread = self.ahead[rule][current], self.spread[rule][current]
+            if spread > 0 and ahead > sqrt(spread) and ahead > best:
+                best, self.rule = ahead, rule
+
+    def state(self) -> bytes:
+        """Return what was learned."""
+        tables = *self.hazards.hits, *self.hazards.reached, *self.ahead, *self.spread
+        return STATE.pack(*(value for row in tables for value in row), float(self.rule))
+
+    def restore(self, state: bytes) -> None:
+        """Continue from what ``state`` returned."""
+        values = STATE.unpack(state)
+        at = 0
+        for table in (self.hazards.hits, self.hazards.reached, self.ahead, self.spread):
+            for row in table:
+                row[:] = values[at : at + len(row)]
+                at += len(row)
+        self.rule = int(values[at]) if 0 <= values[at] < RULES else HAZARD
+        self.hazards.learn()

@@ -1,0 +1,412 @@
+"""The adaptive order of one level: what is known of its blocks, and of those it had lately.
+
+``Panel`` is in C if the package was built with a compiler, else it is ``PythonPanel``. Both do the
+same; ``NATIVE`` says which one is used. ``docs/decisions/`` says why there are two.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from heapq import heapify, heappop, heapreplace
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Final
+
+from kvladder.policy.hazards import (
+    CLASSES,
+    COUNT_MAX,
+    HALVE,
+    INTERVALS,
+    LEVELS,
+    Learner,
+    Rank,
+    class_of,
+)
+
+FRONT: Final = CLASSES
+"""List of the blocks that go before all others of their priority."""
+WAYS: Final = 8
+GHOSTS: Final = 7
+"""Entries of ghosts for each block of the level."""
+COUNTS: Final = (0, 1, *LEVELS)
+"""Counts of uses that a ghost may have; others are rounded down."""
+HALVED: Final = (0, 0, 1, 1, 2, 3, 4, 5)
+"""Level in ``COUNTS`` of half the count."""
+AGES: Final = (1, 2, 4, 6)
+"""About how old a ghost is, in sizes; it grows older each time that twice the size was used."""
+
+
+class SeenOnce:
+    """Says of keys whether they were used once lately; 16 bits for each block and generation.
+
+    Two Bloom filters, each for five times the size in uses: a key is forgotten after five to ten.
+    Some unknown keys are taken for known ones; see ``PythonPanel.requested`` for why few are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.words = max(16, size // 4)
+        self.now = array("Q", bytes(8 * self.words))
+        self.before = array("Q", bytes(8 * self.words))
+        self.began = 0
+        """Time at which the newer generation began."""
+
+    def _at(self, tag: int) -> tuple[int, int]:
+        """Return the word of a key, and its bits there."""
+        mixed = (tag * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 46
+        bits = 1 << (mixed & 63) | 1 << (mixed >> 6 & 63) | 1 << (mixed >> 12)
+        return (tag & 0xFFFFFFFF) * self.words >> 32, bits
+
+    def age(self, tag: int) -> int:
+        """Return about how many uses ago a key was used; 0 if it is unknown."""
+        at, bits = self._at(tag)
+        if self.now[at] & bits == bits:
+            return 2 * self.size
+        return 6 * self.size if self.before[at] & bits == bits else 0
+
+    def add(self, tag: int, last: int) -> None:
+        """Add a key that was used at time ``last``, if that is not too long ago."""
+        at, bits = self._at(tag)
+        if last >= self.began:
+            self.now[at] |= bits
+        elif last >= self.began - 5 * self.size:
+            self.before[at] |= bits
+
+    def tick(self, now: int) -> None:
+        """Begin a new generation when it is time."""
+        if now >= self.began + 5 * self.size:
+            self.began = now
+            self.before, self.now = self.now, self.before
+            self.now[:] = array("Q", bytes(8 * self.words))
+
+
+class Ghosts:
+    """What is known of keys that the level does not hold; bounded, 14 bytes for each block.
+
+    A key may be in one bucket of eight. If that is full, the key of the least uses gives way, the
+    one that was used the longest time ago first. An entry has, from the lowest bit: the level of
+    its count (3 bits; 0 if empty), the interval (2), whether the level was asked for the key and it
+    has not come yet (1), its age (2), 8 bits of the key. Keys that were used once and are not
+    awaited are in ``seen`` alone.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.buckets = max(1, GHOSTS * size // WAYS)
+        self.entries = array("H", bytes(2 * WAYS * self.buckets))
+        self.seen = SeenOnce(size)
+        self._ages = 0
+
+    def _at(self, tag: int) -> tuple[int, int]:
+        """Return the first entry of a key's bucket, and the bits that are compared."""
+        low, high = tag & 0xFFFFFFFF, tag >> 32
+        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0xFF
+
+    def _find(self, tag: int) -> int:
+        """Return the place of a key, -1 if it is unknown."""
+        first, bits = self._at(tag)
+        for at in range(first, first + WAYS):
+            if self.entries[at] & 7 and self.entries[at] >> 8 == bits:
+                return at
+        return -1
+
+    def count(self, tag: int) -> int:
+        """Return how often a key was used lately, as far as it is known."""
+        at = self._find(tag)
+        return COUNTS[self.entries[at] & 7] if at >= 0 else int(self.seen.age(tag) > 0)
+
+    def take(self, tag: int) -> tuple[int, int, int, bool]:
+        """Remove a key; return count, age, interval and whether it is awaited; 0 if unknown."""
+        at = self._find(tag)
+        if at < 0:
+            age = self.seen.age(tag)
+            return int(age > 0), age, 0, False
+        entry, self.entries[at] = self.entries[at], 0
+        age = AGES[entry >> 6 & 3] * self.size
+        return COUNTS[entry & 7], age, entry >> 3 & 3, bool(entry >> 5 & 1)
+
+    def put(self, tag: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
+        """Add a key, which is not there, with the time of its last use and its class."""
+        self.seen.add(tag, last)
+        if count < 2 and not awaited:
+            return
+        first, bits = self._at(tag)
+        level = sum(count >= least for least in COUNTS) - 1
+        found, least = first, (len(COUNTS), 0)
+        for at in range(first, first + WAYS):
+            entry = self.entries[at]
+            worth = (entry & 7, -(entry >> 6 & 3) if entry & 7 else 0)
+            if worth < least:
+                found, least = at, worth
+            if not entry & 7:
+                break
+        interval = max(0, kind - 1) % INTERVALS
+        self.entries[found] = bits << 8 | awaited << 5 | interval << 3 | level
+
+    def tick(self, now: int) -> None:
+        """Begin a new generation, age all entries, and halve counts: each in its time."""
+        self.seen.tick(now)
+        if now < (self._ages + 1) * 2 * self.size:
+            return
+        self._ages += 1
+        halves = self._ages % (HALVE // 2) == 0
+        for at, entry in enumerate(self.entries):
+            level = HALVED[entry & 7] if halves else entry & 7
+            older = min(3, (entry >> 6 & 3) + 1) << 6
+            self.entries[at] = entry & 0xFF38 | older | level if level else 0
+
+
+class HeldBlock:
+    """A block that the level holds."""
+
+    __slots__ = ("asked", "count", "kind", "last", "list", "priority", "tag")
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+        self.count = self.kind = self.last = 0
+        self.priority = 0
+        self.list = -1
+        """Its list; -1 while it may not go."""
+        self.asked = False
+        """True if a request has asked for it, and ``touch`` has not told that it was used."""
+
+
+class PythonPanel:
+    """Orders blocks of each priority by the rule that serves sampled keys best.
+
+    Parameters
+    ----------
+    size:
+        Number of blocks that the level holds at most.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size = max(1, size)
+        self._learner = Learner(size)
+        self._ghosts = Ghosts(size)
+        self._now = 0
+        self._held: dict[int, HeldBlock] = {}
+        self._lists: dict[int, list[OrderedDict[int, None]]] = {}
+        self._len = 0
+
+    @property
+    def rule(self) -> int:
+        """Number of the rule that orders the blocks now."""
+        return self._learner.rule
+
+    def reserve(self, handles: int) -> None:
+        """Allocate memory for handles below ``handles``."""
+
+    def requested(self, keys: Sequence[bytes], places: Sequence[int | None]) -> None:
+        """Count a use of each key, the last first; ``places`` has their handles, None if absent.
+
+        The keys are those of a prompt, so a block was not used more often than the one before it.
+        That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake.
+        """
+        tags = [tag_of(key) for key in keys]
+        sampled = [*filter(self._learner.samples, tags)]
+        if sampled:
+            self._learner.asked(sampled)
+        counts = [*accumulate(map(self._count, tags, places), min)]
+        for tag, handle, most in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
+            if handle is None:
+                self._await(tag, most)
+            else:
+                self._use(self._held[handle], handle)
+                self._held[handle].asked = True
+
+    def _count(self, tag: int, handle: int | None) -> int:
+        """Return how often a key was used lately, as far as it is known."""
+        if handle is not None:
+            count, age = self._held[handle].count, self._now - self._held[handle].last
+        elif self._learner.samples(tag):  # then it is known exactly
+            count, _, age = self._learner.known(tag, self._now)
+        else:
+            return self._ghosts.count(tag)
+        period = HALVE * self.size
+        return count >> min(COUNT_MAX, self._now // period - (self._now - age) // period)
+
+    def _await(self, tag: int, most: int) -> None:
+        """Count a use of a key that the level does not hold, which was used ``most`` times."""
+        count, age, _, _ = self._ghosts.take(tag) if most else (0, 0, 0, False)
+        if self._learner.samples(tag):
+            count, _, age = self._learner.known(tag, self._now)
+        count, kind = self._next(count, age)
+        count = min(count, most + 1)
+        if count < LEVELS[0]:
+            kind = 0
+        self._learn(tag)
+        self._ghosts.put(tag, self._now, count, kind, awaited=True)
+
+    def _next(self, count: int, age: int) -> tuple[int, int]:
+        """Return count and class of a key after a use now, ``age`` uses after its last one."""
+        self._now += 1
+        period = HALVE * self.size
+        if count:
+            age = min(age + 1, self._now)  # where it is not known exactly
+            count >>= min(COUNT_MAX, self._now // period - (self._now - age) // period)
+        count = min(COUNT_MAX, count + 1)
+        return count, class_of(count, age, self.size)
+
+    def _learn(self, tag: int) -> None:
+        self._ghosts.tick(self._now)
+        if self._learner.samples(tag):
+            self._learner.use(tag, self._now)
+        self._learner.tick(self._now)
+
+    def _use(self, one: HeldBlock, handle: int) -> None:
+        one.count, one.kind = self._next(one.count, self._now - one.last)
+        one.last = self._now
+        self._learn(one.tag)
+        if one.list >= 0:
+            self._unlink(one, handle)
+            self._link(one, handle, one.kind)
+
+    def inserted(self, handles: Sequence[int], keys: Sequence[bytes], request: int) -> None:
+        """Hold blocks; a use of each that a request brought without asking for it before."""
+        for handle, key in zip(handles, keys, strict=True):
+            assert handle not in self._held, f"handle {handle} is held"
+            one = self._held[handle] = HeldBlock(tag_of(key))
+            count, age, interval, awaited = self._ghosts.take(one.tag)
+            kind = _kind(count, interval)
+            if self._learner.samples(one.tag):
+                count, kind, age = self._learner.known(one.tag, self._now)
+            if request and not awaited:
+                one.count, one.kind = self._next(count, age)
+                self._learn(one.tag)
+            else:
+                one.count, one.kind = max(1, count), kind
+            one.last = self._now
+
+    def dropped(self, handles: Sequence[int], evicted: bool) -> None:
+        """Hold these blocks no longer."""
+        for handle in handles:
+            one = self._held[handle]
+            assert one.list < 0, f"handle {handle} is in the policy"
+            del self._held[handle]
+            if evicted:
+                self._ghosts.take(one.tag)
+                self._ghosts.put(one.tag, one.last, one.count, one.kind, awaited=False)
+            elif self._learner.samples(one.tag):
+                self._learner.leave(one.tag, self._now)
+
+    def refused(self, keys: Sequence[bytes]) -> None:
+        """Take these keys out of the shadows: the level does not hold them."""
+        for tag in map(tag_of, keys):
+            if self._learner.samples(tag):
+                self._learner.leave(tag, self._now)
+
+    def push(self, handle: int, priority: int, front: bool) -> None:
+        """Add a block that is held."""
+        one = self._held[handle]
+        assert one.list < 0, f"handle {handle} pushed twice"
+        one.priority, one.asked = priority, False
+        one.last = self._now
+        self._link(one, handle, FRONT if front else one.kind)
+
+    def touch(self, handle: int) -> None:
+        """Make a block the most recently used of its class; count a use unless it was asked for."""
+        one = self._held[handle]
+        assert one.list >= 0, f"handle {handle} is not in the policy"
+        if one.asked:
+            one.asked = False
+            one.last = self._now
+            self._unlink(one, handle)
+            self._link(one, handle, one.kind)
+        else:
+            self._use(one, handle)
+
+    def remove(self, handle: int) -> None:
+        """Remove a block from the order; it is held still."""
+        one = self._held[handle]
+        assert one.list >= 0, f"handle {handle} is not in the policy"
+        self._unlink(one, handle)
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        """Push ``handles`` one after the other."""
+        for handle in handles:
+            self.push(handle, priority, False)
+
+    def touch_all(self, handles: Sequence[int]) -> None:
+        """Touch ``handles`` one after the other."""
+        for handle in handles:
+            self.touch(handle)
+
+    def remove_all(self, handles: Sequence[int]) -> None:
+        """Remove ``handles`` one after the other."""
+        for handle in handles:
+            self.remove(handle)
+
+    def _link(self, one: HeldBlock, handle: int, to: int) -> None:
+        lists = self._lists.get(one.priority)
+        if lists is None:
+            lists = self._lists[one.priority] = [OrderedDict() for _ in range(CLASSES + 1)]
+        lists[to][handle] = None
+        if to == FRONT:
+            lists[to].move_to_end(handle, last=False)
+        one.list = to
+        self._len += 1
+
+    def _unlink(self, one: HeldBlock, handle: int) -> None:
+        del self._lists[one.priority][one.list][handle]
+        one.list = -1
+        self._len -= 1
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __contains__(self, handle: int) -> bool:
+        one = self._held.get(handle)
+        return one is not None and one.list >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        for priority in sorted(self._lists):
+            lists = self._lists[priority]
+            yield from lists[FRONT]
+            walks = [iter(order) for order in lists[:CLASSES]]
+            firsts = [next(walk, -1) for walk in walks]
+            heap = [self._ranked(handle) for handle in firsts if handle >= 0]
+            heapify(heap)
+            while heap:
+                (_, _, kind), handle = heap[0]
+                following = next(walks[kind], -1)
+                if following < 0:
+                    heappop(heap)
+                else:
+                    heapreplace(heap, self._ranked(following))
+                yield handle
+
+    def _ranked(self, handle: int) -> tuple[Rank, int]:
+        one, learner = self._held[handle], self._learner
+        return learner.hazards.rank(learner.rule, one.kind, self._now - one.last), handle
+
+    def state(self) -> bytes:
+        """Return what was learned, ``STATE.size`` bytes."""
+        return self._learner.state()
+
+    def restore(self, state: bytes) -> None:
+        """Continue from what ``state`` returned."""
+        self._learner.restore(state)
+
+
+def tag_of(key: bytes) -> int:
+    """Return the 40 bits by which a key is known."""
+    return int.from_bytes(key[:5], "little")
+
+
+def _kind(count: int, interval: int) -> int:
+    if count < LEVELS[0]:
+        return 0
+    return 1 + (sum(count >= least for least in LEVELS) - 1) * INTERVALS + interval
+
+
+Panel: Any = PythonPanel
+_native: Any = None
+with suppress(ImportError):
+    _native = import_module("kvladder.policy._panel")
+NATIVE = _native is not None
+if NATIVE:
+    Panel = _native.Panel

@@ -1,0 +1,302 @@
+"""The adaptive policy: the suite, its loops in C beside those in Python, its bounds."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import islice
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from kvladder.keys import BlockKey
+from kvladder.policy import panel
+from kvladder.policy.adaptive import Adaptive
+from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
+from kvladder.policy.hazards import CLASSES, HAZARD, MULTI, RECENT, class_of
+from kvladder.policy.panel import PythonPanel
+from kvladder.testing.policies import PolicyTests
+from tests.kit.native import built
+from tests.kit.source import ROOT
+
+SOURCE = ROOT / "policy" / "_panel.c"
+HANDLES = 24
+SIZES = st.sampled_from([1, 2, 5, 16, 40, 5000])
+Some = st.integers(0, 1 << 30)
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(sha256(b"%d" % number).digest())
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    return built(SOURCE, tmp_path_factory.mktemp("native"), "-ffp-contract=off", "-lm")
+
+
+class TestInPython(PolicyTests):
+    prioritized_lru = False
+
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        return Adaptive(make=PythonPanel)
+
+
+class TestInC(PolicyTests):
+    prioritized_lru = False
+
+    @pytest.fixture
+    def policy(self, native) -> EvictionPolicy:
+        return Adaptive(make=native.Panel)
+
+
+class Twins(RuleBasedStateMachine):
+    """Makes the same calls of both, and compares the order and what was learned."""
+
+    native: Any = None
+
+    @initialize(size=SIZES)
+    def begin(self, size: int) -> None:
+        self.both = (PythonPanel(size), self.native(size))
+        self.key: dict[int, BlockKey] = {}
+        self.listed: set[int] = set()
+        self.free = [*range(HANDLES)]
+
+    def call(self, name: str, *given: object) -> None:
+        for one in self.both:
+            getattr(one, name)(*given)
+        ours, theirs = map(list, self.both)
+        assert ours == theirs
+        assert sorted(ours) == sorted(self.listed)
+        assert len(self.both[1]) == len(self.listed)
+        assert self.both[0].state() == self.both[1].state()
+        assert self.both[0].rule == self.both[1].rule
+
+    @rule(first=st.integers(0, 40), count=st.integers(0, 30), again=st.integers(1, 8))
+    def request(self, first: int, count: int, again: int) -> None:
+        keys = [key_of(number) for number in range(first, first + count)]
+        held = {key: handle for handle, key in self.key.items()}
+        for _ in range(again):
+            self.call("requested", keys, [held.get(key) for key in keys])
+
+    @rule(first=st.integers(0, 60), count=st.integers(1, 9), request=st.integers(0, 2), at=Some)
+    def insert(self, first: int, count: int, request: int, at: int) -> None:
+        held = {*self.key.values()}
+        keys = [key for n in range(first, first + count) if (key := key_of(n)) not in held]
+        handles = Random(at).sample(self.free, min(len(self.free), len(keys)))
+        keys = keys[: len(handles)]
+        self.free = [handle for handle in self.free if handle not in handles]
+        self.key.update(zip(handles, keys, strict=True))
+        self.call("inserted", handles, keys, request)
+
+    def some(self, of: set[int], at: int) -> Sequence[int]:
+        random = Random(at)
+        chosen = random.sample(sorted(of), random.randint(0, len(of)))
+        return random.choice([chosen, array("i", chosen)])
+
+    @rule(at=Some, priority=st.sampled_from([0, 35, 35, 100]), front=st.booleans())
+    def push(self, at: int, priority: int, front: bool) -> None:
+        for handle in self.some(self.key.keys() - self.listed, at)[:3]:
+            self.listed.add(handle)
+            self.call("push", handle, priority, front)
+
+    @rule(at=Some, priority=st.sampled_from([0, 35, 35, 100]))
+    def push_all(self, at: int, priority: int) -> None:
+        chosen = self.some(self.key.keys() - self.listed, at)
+        self.listed.update(chosen)
+        self.call("push_all", chosen, priority)
+
+    @rule(at=Some)
+    def touch(self, at: int) -> None:
+        self.call("touch_all", self.some(self.listed, at))
+
+    @rule(at=Some)
+    def remove(self, at: int) -> None:
+        chosen = self.some(self.listed, at)
+        self.listed.difference_update(chosen)
+        self.call("remove_all", chosen)
+
+    @rule(count=st.integers(1, 12), evicted=st.booleans())
+    def drop(self, count: int, evicted: bool) -> None:
+        going = [*islice(self.both[0], count)]
+        self.listed.difference_update(going)
+        self.call("remove_all", going)
+        for handle in going:
+            del self.key[handle]
+        self.free += going
+        self.call("dropped", going, evicted)
+
+    @rule(first=st.integers(0, 60), count=st.integers(1, 9))
+    def refuse(self, first: int, count: int) -> None:
+        held = {*self.key.values()}
+        numbers = range(first, first + count)
+        self.call("refused", [key for n in numbers if (key := key_of(n)) not in held])
+
+    @rule()
+    def restore(self) -> None:
+        self.call("restore", self.both[0].state())
+
+
+@pytest.mark.slow
+def test_both_loops_do_the_same(native):
+    machine = type("Machine", (Twins,), {"native": native.Panel})
+    run_state_machine_as_test(machine)
+
+
+class Level:
+    """A level of so many blocks, with one panel; requests pin what is there and save the rest."""
+
+    def __init__(self, panel: Any, size: int) -> None:
+        self.panel = panel
+        self.at: dict[int, int] = {}
+        self.number: dict[int, int] = {}
+        self.free = [*range(size)]
+        self.hits = 0
+
+    def request(self, prompt: Sequence[int]) -> None:
+        keys, places = [*map(key_of, prompt)], [*map(self.at.get, prompt)]
+        self.panel.requested(keys, places)
+        known = places.index(None) if None in places else len(places)
+        self.hits += known
+        for number in reversed(prompt):
+            if number in self.at:
+                self.panel.touch(self.at[number])
+                continue
+            if not self.free:
+                victim = next(iter(self.panel))
+                self.panel.remove(victim)
+                self.panel.dropped([victim], True)
+                del self.at[self.number[victim]]
+                self.free.append(victim)
+            handle = self.free.pop()
+            self.at[number], self.number[handle] = handle, number
+            self.panel.inserted([handle], [key_of(number)], 1)
+            self.panel.push(handle, PRIORITY_DEFAULT, False)
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts of three kinds: chats that grow, documents read again, and a loop over many."""
+    random = Random(seed)
+    found: list[list[int]] = []
+    chats = [[10_000 * (1 + n)] for n in range(20)]
+    for at in range(count):
+        kind = random.random()
+        if kind < 0.4:
+            chat = random.choice(chats)
+            chat.extend(range(chat[-1] + 1, chat[-1] + 1 + random.randint(1, 4)))
+            found.append(chat[:])
+        elif kind < 0.7:
+            first = 1_000_000 + 100 * int(random.paretovariate(1))
+            found.append([*range(first, first + 12)])
+        else:
+            first = 2_000_000 + 100 * (at % 40)
+            found.append([*range(first, first + 10)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 7, 100, 5000])
+def test_both_serve_a_level_alike(native, size):
+    """At sizes at which all keys are sampled, and at one where half are."""
+    ours, theirs = Level(PythonPanel(size), size), Level(native.Panel(size), size)
+    for prompt in prompts(size, 600):
+        ours.request(prompt)
+        theirs.request(prompt)
+        assert ours.hits == theirs.hits
+    assert ours.at == theirs.at
+    assert ours.panel.state() == theirs.panel.state()
+    assert list(ours.panel) == list(theirs.panel)
+
+
+def test_what_was_learned_survives(native):
+    for make in (PythonPanel, native.Panel):
+        first = Level(Adaptive(50, make=make)._panel, 50)
+        for prompt in prompts(3, 300):
+            first.request(prompt)
+        kept = Adaptive(50, make=make)
+        kept._panel.restore(first.panel.state())
+        assert kept._panel.state() == first.panel.state()
+        assert kept.rule == first.panel.rule
+        whole = kept.state()
+        again = Adaptive(80, make=make)
+        again.restore(whole)
+        assert again.state() == whole
+        assert len(whole) < 1 << 14
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 100, -1])
+def test_a_damaged_state_is_refused(cut):
+    policy = Adaptive(50)
+    for prompt in prompts(3, 30):
+        policy.requested([*map(key_of, prompt)], 1)
+    state = policy.state()
+    flipped = bytearray(state)
+    flipped[cut] ^= 1
+    for wrong in (bytes(flipped), state[:cut], state + b"1"):
+        with pytest.raises(ValueError, match="damaged"):
+            Adaptive(50).restore(wrong)
+
+
+@pytest.mark.slow
+def test_a_block_costs_forty_bytes_at_most(native):
+    """For as many blocks as the level holds; every key that it is asked for is new."""
+    size = 400_000
+    policy = native.Panel(size)
+    policy.reserve(size)
+    for first in range(0, 3 * size, 400):
+        keys = [n.to_bytes(32, "little") for n in (hash_of(first + k) for k in range(400))]
+        policy.requested(keys, [None] * len(keys))
+    assert policy.__sizeof__() < 40 * size + (3 << 20)
+
+
+def hash_of(number: int) -> int:
+    return number * 0x9E3779B97F4A7C15 % (1 << 64)
+
+
+@pytest.mark.parametrize("make", ["python", "c"])
+def test_a_front_block_goes_first_of_its_priority_whatever_was_learned(native, make):
+    policy = Adaptive(40, make=PythonPanel if make == "python" else native.Panel)
+    level = Level(policy._panel, 40)
+    for prompt in prompts(5, 200):
+        level.request(prompt)
+    held = sorted(level.number)
+    policy.remove(held[3])
+    policy.push(held[3], PRIORITY_DEFAULT, front=True)
+    policy.remove(held[5])
+    policy.push(held[5], 0)
+    policy.remove(held[7])
+    policy.push(held[7], 90)
+    order = list(policy)
+    assert order[:2] == [held[5], held[3]]
+    assert order[-1] == held[7]
+
+
+def test_a_loop_that_does_not_fit_is_kept_in_part():
+    """LRU has no hit of it; the rule is learned."""
+    level = Level(Adaptive(100)._panel, 100)
+    for round_ in range(60):
+        for first in range(0, 200, 10):
+            level.request([*range(first, first + 10)])
+        if round_ == 29:
+            level.hits = 0
+    assert level.hits > 30 * 200 * 0.1
+
+
+def test_classes_are_told_by_count_and_interval():
+    assert class_of(1, 0, 100) == 0
+    assert class_of(2, 1000, 100) == 1
+    assert class_of(15, 0, 100) == CLASSES - 1
+    kinds = [class_of(4, age, 100) for age in (1000, 400, 399, 100, 99, 25, 24, 0)]
+    assert kinds == [9, 9, 10, 10, 11, 11, 12, 12]
+
+
+def test_the_rules_are_three():
+    assert {HAZARD, MULTI, RECENT} == {0, 1, 2}
+
+
+def test_the_loops_in_c_are_used_if_they_were_built():
+    assert (panel.Panel is PythonPanel) != panel.NATIVE
