@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from kvladder.compose import unrecorded
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.extra import ExtraOptions, parse_extra
 from kvladder.errors import ConfigError
@@ -39,6 +40,9 @@ def parse(extra: Mapping[str, Any]) -> StackConfig:
         what = "SGLang logs its arguments when it starts, so the log would show this value"
         raise ConfigError(what, path=path, hint='put it into a file: "config": "stack.yaml"')
     _, config = parse_extra(ours, ExtraOptions, WHERE)
+    if config.record.path is not None:
+        with config.source.explained():
+            raise unrecorded("SGLang's storage calls")
     deadline = config.fetch.deadline_s
     if deadline > DEADLINE_MAX:
         hint = (

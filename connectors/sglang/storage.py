@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvladder.compose import open_manager, unrecorded
+from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.sglang import identity
 from kvladder.connectors.sglang.node import Node, drained, join
@@ -149,8 +149,6 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             The stack cannot be opened; says where, what and what instead.
         """
         settings, ranks = self._settings, self._ranks
-        if settings.record.path is not None:
-            raise unrecorded("SGLang's storage calls")
         layout = identity.layout_of([*self._pools.values()], ranks, settings.model.fingerprint)
         self._node = self._node_to_close = join(
             identity.address_of(ranks, layout, settings),

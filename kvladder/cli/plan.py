@@ -25,7 +25,7 @@ from kvladder.config import registry
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.replay.bounds import LruCurve, lru_hits
-from kvladder.replay.engine import ReplaySettings, replay
+from kvladder.replay.engine import ReplaySettings, replay, with_policy
 from kvladder.replay.sizes import (
     Hits,
     PlanSettings,
@@ -192,14 +192,11 @@ def _hits(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) ->
 
 def _stack(memory: int, disk: int, settings: PlanSettings, policy: str) -> StackConfig:
     """Return a stack of these sizes in blocks."""
-    tiers: list[dict[str, Any]] = [{"type": "host"}]
-    if disk:
-        room = disk * settings.disk_block
-        tiers.append({"type": "files", "path": "/planned", "capacity": room, "when": "commit"})
-    for tier in tiers if policy != LRU else ():
-        tier["policy"] = policy
-    arena = {"size": memory * settings.memory_block}
-    return load_config({"arena": arena, "tiers": tiers}, env={})
+    given: dict[str, Any] = {"host": memory * settings.memory_block}
+    if disk:  # the short form has ``when: commit``
+        given |= {"files": "/planned", "capacity": disk * settings.disk_block}
+    config = load_config(given, env={})
+    return config if policy == LRU else with_policy(config, policy)
 
 
 def _report(sizes: SizePlan) -> list[str]:

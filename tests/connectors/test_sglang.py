@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvladder.config import registry
-from kvladder.errors import ConfigError
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.units import Duration
 from tests.connectors import sglang_stub
@@ -501,11 +500,6 @@ def test_an_arena_below_a_page_is_refused(opened):
 
 
 @pytest.mark.slow
-def test_a_recording_is_refused_as_calls_are_for_parts_of_prompts(opened, tmp_path):
-    with pytest.raises(ConfigError, match=r"record: has no effect here .*storage calls look up"):
-        opened(record={"path": str(tmp_path / "trace.jsonl")})
-
-
 def test_statistics_are_kept_for_sglang_only_on_request(opened):
     one, _ = opened(ranks={"enable_storage_metrics": False})
     one.backup(chain("a", 10))

@@ -34,6 +34,7 @@ def tiers(**tier):
     ("extra", "message"),
     [
         ({"confg": "a.yaml"}, r"\.confg: unknown key .*'config'"),
+        ({"record": "trace.jsonl", **HOST}, r"record: has no effect .*SGLang's storage calls look"),
         ({"fetch": {"deadline": "10 s"}, **HOST}, r"fetch.deadline: 10 s .*at most 4 s: SGLang"),
         ({"config": "a.yaml", **HOST}, r"\.host: cannot be combined with config .*a.yaml"),
         ({}, r"no stack .*stack.yaml"),

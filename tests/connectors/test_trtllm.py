@@ -21,7 +21,6 @@ from kvladder.connectors.trtllm import KVLadderScheduler, KVLadderWorker, bases
 from kvladder.connectors.trtllm.options import PATIENCE, STACK, read
 from kvladder.connectors.trtllm.step import _HALVES
 from kvladder.errors import ConfigError, LayoutError
-from kvladder.traces.reader import read_trace
 from tests.connectors.executor import BLOCK, Executor, RequestData, args_of, kv_of
 from tests.connectors.moody import MoodyTier
 from tests.patience import PATIENCE_S, until
@@ -128,22 +127,6 @@ def test_blocks_that_the_engine_holds_are_saved_and_not_loaded(make: Make) -> No
     assert (rest.matched, rest.right) == (96, True)
     assert engine.run(PROMPT, own=100).matched == 0, "a part of a block is the engine's own"
     assert engine.run(PROMPT, own=192).matched == 0
-
-
-def test_a_recording_has_one_line_a_request(make: Make, stack: Any, tmp_path: Path) -> None:
-    path = stack()
-    path.write_text(path.read_text() + f"record: {tmp_path}/trace.jsonl\n")
-    engine = make()
-    engine.run(PROMPT, answer=[1, 2, 3])
-    engine.idle()
-    engine.run([*PROMPT, *[7] * 40])
-    engine.run(OTHER[:5])
-    engine.close()
-    trace = read_trace(tmp_path / "trace.jsonl")
-    found = [(one.input_tokens, one.output_tokens, len(one.blocks)) for one in trace.requests]
-    assert [(tokens, blocks) for tokens, _, blocks in found] == [(200, 12), (240, 15), (5, 0)]
-    assert found[0][1] in (2, 3)  # the last token is told with no step
-    assert (trace.unique, trace.block_tokens) == (15, BLOCK)
 
 
 def test_salts_share_nothing(make: Make) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kvladder.connectors.trtllm.options import PATIENCE, STACK
 from kvladder.errors import TierError
+from kvladder.traces.reader import read_trace
 from tests.connectors.executor import BLOCK, Executor, Rank, RequestData, kv_of
 from tests.patience import until
 
@@ -178,3 +179,24 @@ def test_a_promise_that_cannot_be_kept_stops_the_engine(engine: Executor) -> Non
         engine.step([RequestData(request.request_id, PROMPT, [999] * 13, 0, 8)], [])
     engine.ranks[0].worker._broken.clear()
     engine.scheduler.request_finished(request, [])
+
+
+def test_a_recording_has_one_line_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, trace_path = tmp_path / "recorded.yaml", tmp_path / "trace.jsonl"
+    stack = "model: {fingerprint: w}\narena: {size: 8 MiB}\ntiers: [{type: host}]\n"
+    path.write_text(f"{stack}record: {trace_path}\n")
+    monkeypatch.setenv(STACK, str(path))
+    monkeypatch.setenv(PATIENCE, "60 s")
+    made = Executor()
+    made.run(PROMPT, answer=[1, 2, 3])
+    made.idle()
+    made.run([*PROMPT, *[7] * 40])
+    made.run(PROMPT[-5:])
+    made.close()
+    trace = read_trace(trace_path)
+    told = [(one.input_tokens, one.output_tokens, len(one.blocks)) for one in trace.requests]
+    assert [(tokens, blocks) for tokens, _, blocks in told] == [(200, 12), (240, 15), (5, 0)]
+    assert told[0][1] in (2, 3), "the last token is told with no step"
+    assert (trace.unique, trace.block_tokens) == (15, BLOCK)

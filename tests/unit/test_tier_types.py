@@ -44,6 +44,8 @@ NAMED = {
     },
     "files": {
         "kvladder/config/sources.py",  # the short form
+        "kvladder/cli/plan.py",  # plans a disk
+        "kvladder/traces/files.py",  # reaches the disk through the same port
         "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
