@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Protocol
 
 from kvladder.arena import Slot
-from kvladder.errors import ClosedError, ConfigError
+from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
@@ -22,9 +22,9 @@ from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
-from kvladder.tiers.ladder.queries import StackQueries
-from kvladder.tiers.ladder.records.meta import BlockMeta, alike
-from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST, NO_TERMS
+from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST
+from kvladder.tiers.ladder.saves import StackSaves
 from kvladder.tiers.ladder.saving import Saving
 
 RESET_STEPS = 16
@@ -37,7 +37,7 @@ class Post(Protocol):
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
 
 
-class TierStack(StackQueries):
+class TierStack(StackSaves):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
     One lock guards all bookkeeping; it is never held across an await or an I/O call. Calls with
@@ -64,7 +64,6 @@ class TierStack(StackQueries):
         self.host = HostLevel(host, shared, self.levels)
         self._all_levels: Sequence[HostLevel | Level] = (self.host, *self.levels)
         self._told = [level for level in self._all_levels if level.index.is_told]
-        """Levels with policies that are told of refusals."""
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
         for lifecycle in self._lifecycles:
             if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned
@@ -156,192 +155,6 @@ class TierStack(StackQueries):
                 lifecycle.writer.wake()
         self.loader.resume()
 
-    # ---- save
-
-    def reserve(
-        self,
-        keys: Sequence[BlockKey],
-        metas: Sequence[BlockMeta],
-        *,
-        explicit: bool,
-        patient: bool = False,
-    ) -> tuple[list[int], list[Slot], int]:
-        """Lease slots for those ``keys``, consecutive blocks of a prefix, that are to be saved.
-
-        Leaves out blocks that are here already, and the first block that no level takes with all
-        that follow it. Returns positions in ``keys``, their slots, and the position of the first
-        block without room, ``len(keys)`` if there is none. ``explicit`` metas replace those of
-        blocks that are here. A block without room counts as a drop, unless the caller is
-        ``patient`` and tries again. Each key returned must be given to ``publish`` or ``abandon``.
-        """
-        self._require_open()
-        if self._unreleased.lost:
-            self._unreleased.settle()
-        wanted: list[int] = []
-        slots: list[Slot] = []
-        start = 0
-        while start < len(keys):
-            with self.lock:
-                is_short = self._closed or len(slots) < len(wanted)
-                found, end = self._missing(keys, metas, start, explicit=explicit)
-                leased = [] if is_short or not found else self._lease(found, metas)
-                if len(leased) == end - start:
-                    self._saving.put(keys[start:end], leased, metas[start:end])
-                elif leased:
-                    kept = found[: len(leased)]
-                    said = [metas[index] for index in kept]
-                    self._saving.put([keys[index] for index in kept], leased, said)
-                for index in () if patient else found[len(leased) :]:
-                    self.host.stats.drop(self.host.short_of, metas[index].priority)
-                if self._told and len(leased) < len(found) and not patient:
-                    left_out = [keys[index] for index in found[len(leased) :]]
-                    self.host.index.refused(left_out, "room")
-            wanted += found
-            slots += leased
-            start = end
-        short = wanted[len(slots)] if len(slots) < len(wanted) else len(keys)
-        del wanted[len(slots) :]
-        return wanted, slots, short
-
-    def _missing(
-        self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], start: int, *, explicit: bool
-    ) -> tuple[Sequence[int], int]:
-        """Return positions from ``start`` on that are to be saved, and up to where this is decided.
-
-        If the positions are a ``range``, their metas are alike.
-        """
-        first = metas[start]
-        is_plain = first.terms == NO_TERMS and first.until_s == inf
-        end, part, said = len(keys), keys, metas
-        if end > STEP:
-            bulk_step = self.shared.bulk_step
-            has_room = self.shared.arena.free >= bulk_step  # otherwise blocks have to be evicted
-            step = bulk_step if has_room else bulk_step // 4
-            end = min(end, start + (step if is_plain else STEP))
-            part, said = keys[start:end], metas[start:end]
-        is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
-        is_new = is_new and not self._any_coming(part)
-        if is_new and alike(said) and self._admitted(first):
-            return range(start, end), end
-        wanted: list[int] = []
-        if end > start + STEP:
-            end = start + STEP
-        for index in range(start, end):
-            key, meta = keys[index], metas[index]
-            place = self.host.find(key)
-            if place is not None:
-                if explicit:
-                    self.used(key, meta)
-                if key in self.host.index:
-                    self.host.index.widen(key, meta.terms)
-                self.host.doubt()
-            elif key not in self._saving and key not in self.loader.arrivals:
-                if not self._admitted(meta):
-                    self._refuse(keys[index:], self._told)
-                    return wanted, len(keys)
-                wanted.append(index)
-        return wanted, end
-
-    def _lease(self, wanted: Sequence[int], metas: Sequence[BlockMeta]) -> list[Slot]:
-        """Lease slots for blocks at these positions, fewer if room is short."""
-        some = wanted[:1] if isinstance(wanted, range) else wanted
-        lowest = min(metas[index].priority for index in some)
-        slots = self.host.room(len(wanted), lowest, metas[wanted[0]].terms.salt)
-        if len(slots) < len(wanted):
-            self.wake()
-        return slots
-
-    def _any_coming(self, keys: Sequence[BlockKey]) -> bool:
-        """Return whether a read of one of these is pending."""
-        arrivals = self.loader.arrivals
-        return bool(arrivals) and not arrivals.isdisjoint(keys)
-
-    def _refuse(self, keys: Sequence[BlockKey], levels: Sequence[HostLevel | Level]) -> None:
-        """Tell the policies of these levels that their rules refuse the blocks."""
-        for level in levels:
-            level.index.refused(keys, "rule")
-
-    def _admitted(self, meta: BlockMeta) -> bool:
-        return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
-
-    def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Make these reserved blocks hits: their bytes are complete."""
-        parts: list[Sequence[BlockKey]] = []
-        end, request = len(keys), next(self.shared.requests)
-        while end:  # the tail first, so that a prefix outlives what follows it
-            with self.lock:
-                stored, end = self._publish(keys, slots, end, request)
-                self.host.stats.stored += len(stored)
-                self.shared.events.stored(self.host.name, stored)
-                self.wake()
-            parts.append(stored)
-        for stored in reversed(parts) if self.host.writes_through else ():
-            with self.lock:
-                if self.host.write_through(stored):
-                    self.wake()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the cache is closed")
-
-    def _publish(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], end: int, request: int
-    ) -> tuple[Sequence[BlockKey], int]:
-        """Publish a step of blocks that ends before position ``end``.
-
-        Returns its blocks that are in host now, and the position where it begins.
-        """
-        start = 0
-        if len(keys) > STEP:
-            start = max(0, end - self._saving.together(keys[end - 1], STEP))
-            keys, slots = keys[start:end], slots[start:end]
-        host, arrivals = self.host, self.loader.arrivals
-        # none if one of them changed since ``reserve``
-        metas = self._saving.metas(keys, slots) or list[BlockMeta]()
-        is_uniform = (
-            alike(metas)
-            and host.admits(metas[0])
-            and host.index.disjoint(keys)
-            and not self._any_coming(keys)
-        )
-        if is_uniform:  # as mostly; one by one, 2048 blocks take eight times as long
-            self._saving.done(keys)
-            host.hold(keys[::-1], slots[::-1], metas[0], request=request)
-            if self._told:
-                self._refuse(keys, [lv for lv in self._told if not lv.admits(metas[0])])
-            return keys, start
-        start += max(0, len(keys) - STEP)
-        stored: list[BlockKey] = []
-        for key, slot in zip(keys[: -STEP - 1 : -1], slots[: -STEP - 1 : -1], strict=True):
-            meta = self._saving.pop(key, slot)
-            if meta is None or key in arrivals or key in host.index:
-                # it was removed or saved anew meanwhile, or is being read from a level below
-                self.shared.arena.release([slot])
-            elif host.admits(meta):
-                host.hold([key], [slot], meta, request=request)
-                stored.append(key)
-            else:
-                self._send_down(key, slot, meta)
-                self.shared.arena.release([slot])
-            if meta is not None and self._told:
-                self._refuse([key], [lv for lv in self._told if not lv.admits(meta)])
-        return stored[::-1], start
-
-    def _send_down(self, key: BlockKey, slot: Slot, meta: BlockMeta) -> None:
-        """Offer a block that host does not hold to the level that should get it, if any."""
-        (target,) = self.host.targets([key], [meta], {})
-        if target is not None:
-            target.offer([key], [slot], [meta])
-
-    def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Free the slots of these reserved blocks, which will not be filled."""
-        for start in range(0, len(keys), STEP):
-            part = slots[start : start + STEP]
-            with self.lock:
-                for key, slot in zip(keys[start : start + STEP], part, strict=True):
-                    self._saving.pop(key, slot)
-                self.shared.arena.release(part)
-
     # ---- load
 
     def reach(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> int:
@@ -350,26 +163,6 @@ class TierStack(StackQueries):
         with self.lock:
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
-
-    def used(self, key: BlockKey, meta: BlockMeta) -> str | None:
-        """Update what a block that was used elsewhere is worth; with the lock held.
-
-        The block leaves the levels with thresholds that it no longer reaches. Returns the hottest
-        level that still holds it or is about to, None if there is none.
-        """
-        slot = self.host.find(key)
-        if slot is not None:
-            self.host.index.note(key, meta)
-            self.host.doubt()
-            if meta.floor < self.host.rule.min_priority:
-                self._send_down(key, slot, meta)
-                self.host.forget([key], "evicted")
-        for level in self.levels:
-            if level.find(key) is not None:
-                level.index.note(key, meta)
-                if meta.floor < level.rule.min_priority:
-                    level.forget([key], "evicted")
-        return self.where(key)
 
     # ---- everything else
 

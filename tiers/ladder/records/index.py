@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from operator import itemgetter
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvladder.keys import BlockKey, Book, by_key, unseen
-from kvladder.lock import BULK_STEP, STEP
+from kvladder.lock import STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import (
     BULK_MIN,
@@ -26,8 +24,8 @@ from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
 from kvladder.tiers.ladder.records.guard import GuardedPolicy, PolicyTeller
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.queries import IndexQueries
 from kvladder.tiers.ladder.records.tenancy import P as P
-from kvladder.tiers.ladder.records.tenancy import Tenanted
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
 
 HITS_MAX = 255
@@ -36,7 +34,7 @@ RESERVED_MAX = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-class LevelIndex(Tenanted[P], PolicyTeller):
+class LevelIndex(IndexQueries[P], PolicyTeller):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each. A
@@ -107,125 +105,6 @@ class LevelIndex(Tenanted[P], PolicyTeller):
             self._keyed.attached(blocks_max, self.places_of)
         self._reserve(min(blocks_max, RESERVED_MAX))
         self.policy.reserve(len(self._key))
-
-    def __len__(self) -> int:
-        return len(self._place)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._place
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        """Iterate over all keys; do not change the index meanwhile."""
-        return iter(self._place)
-
-    def keys(self) -> Container[BlockKey]:
-        """Return all keys, as a live view."""
-        return self._place
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the number of blocks and the histograms as plain data."""
-        tenants = {} if self.tenants is None else self.tenants.as_dict()
-        return {
-            "blocks": len(self),
-            "clipped": self.clipped,
-            "tenants": tenants,
-            "eviction_age_s": self.ages.as_dict(),
-            "reuse_distance": self.distances.as_dict(),
-        }
-
-    @property
-    def pinned(self) -> int:
-        """Number of pinned blocks."""
-        return self._pinned
-
-    def place(self, key: BlockKey) -> P | None:
-        """Return the block's place, or None if it is not held."""
-        return self._place.get(key)
-
-    def places_of(self, keys: Iterable[BlockKey]) -> list[P | None]:
-        """Return ``place`` of each of ``keys``."""
-        return self._place.get_all(keys)
-
-    def lasting(self, keys: Sequence[BlockKey], known: Sequence[int] = ()) -> Sequence[P] | None:
-        """Return the places of ``keys``, one or more, if all are held and no block here ever
-        expires.
-
-        Otherwise None; also where a key is named twice. It takes less time if the blocks are still
-        at the ``known`` places.
-        """
-        if self._expires is not None or self.next_end_s != inf:
-            return None
-        if len(keys) == 1:
-            place = self._place.get(keys[0])
-            return None if place is None else (place,)
-        places = cast("Sequence[P]", known)
-        if len(known) != len(keys) or self.at(known) != [*keys]:
-            try:
-                places = self._place.all_of(keys)
-            except KeyError:
-                return None
-        return places if len({*places}) == len(places) else None
-
-    def prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading ``keys`` are held."""
-        return len([*takewhile(self._place.__contains__, keys)])
-
-    def key_at(self, place: int) -> BlockKey | None:
-        """Return the key of the block at ``place``, or None."""
-        return self._key[place] if place < len(self._key) else None
-
-    def priority(self, place: int) -> int:
-        """Return the priority of the block at ``place``."""
-        return self._priority[place]
-
-    def lowest(self, places: Iterable[int]) -> int:
-        """Return the lowest priority among the blocks at ``places``, one or more."""
-        return min(map(self._priority.__getitem__, places))
-
-    def meta(self, place: int) -> BlockMeta:
-        """Return what is known of the block at ``place``."""
-        return BlockMeta(
-            self._priority[place],
-            self._floor[place],
-            self._hits[place],
-            self._until.get(place),
-            self._terms.of[place],
-        )
-
-    def metas(self, places: Sequence[int]) -> list[BlockMeta]:
-        """Return what is known of the blocks at ``places``; equal metas share an object."""
-        if len(places) < 2 or self._until.of or self._terms.count:
-            return [self.meta(place) for place in places]
-        at = itemgetter(*places)
-        priorities, floors, hits = [
-            bytes(at(column)) for column in (self._priority, self._floor, self._hits)
-        ]
-        first, lowest = priorities[0], floors[0]
-        if priorities.count(first) == floors.count(lowest) == len(places):
-            by_hits = {count: BlockMeta(first, lowest, count) for count in {*hits}}
-            return [*map(by_hits.__getitem__, hits)]
-        kinds = [*zip(priorities, floors, hits, strict=True)]
-        metas = {kind: BlockMeta(*kind) for kind in dict.fromkeys(kinds)}
-        return [*map(metas.__getitem__, kinds)]
-
-    def at(self, places: Iterable[int]) -> list[BlockKey | None]:
-        """Return the key at each of ``places``, which were taken once; None where there is none.
-
-        To check a block's place in this way takes less time than to look up its key.
-        """
-        try:
-            return [*map(self._key.__getitem__, places)]
-        except IndexError:  # a host slot may be leased for a block that host does not admit
-            return [*map(self.key_at, places)]
-
-    def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
-        """Return the keys of the blocks at ``places``; there is one at each."""
-        return cast("list[BlockKey]", self.at(places))
-
-    def expires_s(self, place: int) -> float:
-        """Return the loop time at which the block at ``place`` expires; inf if never."""
-        own_s = self._terms.of[place].expires_s
-        return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
         self,
@@ -329,42 +208,6 @@ class LevelIndex(Tenanted[P], PolicyTeller):
         if self.tenants is not None and after.salt != before.salt:
             self.tenants.drop(before.salt, place)
             self._note_held([place], after.salt, self._priority[place])
-
-    @property
-    def next_end_s(self) -> float:
-        """Loop time at which ``due`` may have blocks; inf if never."""
-        return self._terms.ends.next_s
-
-    def due(self, now_s: float, count_max: int) -> list[BlockKey]:
-        """Return at most ``count_max`` blocks that have expired by their terms, each once."""
-        due = self._terms.ends.due(now_s, count_max)
-        return [key for place in due if (key := self._key[place]) is not None]
-
-    def salted(self, salt: bytes | None, start: int) -> tuple[list[BlockKey], int]:
-        """Return some blocks of a salt, None for any, from place ``start`` on; and the next start.
-
-        At most ``STEP`` blocks.
-        """
-        if salt is None:
-            return self.held(start, start + STEP), start + STEP
-        found: list[BlockKey] = []
-        end, terms = min(start + BULK_STEP, self._end), self._terms.of
-        for place in range(start, end):
-            key = self._key[place]
-            if key is not None and terms[place].salt == salt:
-                found.append(key)
-                if len(found) == STEP:
-                    return found, place + 1
-        return found, end
-
-    def held(self, start: int, end: int) -> list[BlockKey]:
-        """Return the blocks at places ``start <= n < end``."""
-        return [key for key in self._key[start:end] if key is not None]
-
-    @property
-    def places(self) -> int:
-        """Number above all places that were ever taken."""
-        return self._end
 
     def fill(self, blocks: Sequence[RecoveredBlock], behind_s: float, here: int) -> None:
         """Hold what a tier recovered, oldest first: like ``insert``, in less time.
