@@ -349,7 +349,7 @@ def test_an_engine_with_a_pool_of_its_own_needs_tiers() -> None:
 
 
 def test_pools_on_the_device_record_nothing(tmp_path: Path) -> None:
-    source = {"gpu": {}, "record": {"path": str(tmp_path / "trace.jsonl")}}
+    source: dict[str, Any] = {"gpu": {}, "record": {"path": str(tmp_path / "trace.jsonl")}}
     with pytest.raises(ConfigError, match=r"record: has no effect here .*without arena: and tiers"):
         load_config(source, env={})
     source |= {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
