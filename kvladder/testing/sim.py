@@ -15,7 +15,8 @@ from contextvars import Context
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
-from kvladder.replay.loop import RESOLUTION_S, VirtualLoop
+from kvladder.replay.loop import RESOLUTION_S as RESOLUTION_S
+from kvladder.replay.loop import VirtualLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
