@@ -55,7 +55,7 @@ gpu:  ## on a machine with CUDA: tests and rows; needs torch and NumPy, skips by
 shape: .venv/stamp  ## what to read for a change, lines of code by room, files that a block crosses
 	PYTHONPATH=$(CURDIR) $(PY) -W ignore .ci/shape.py $(ARGS)
 
-.venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c .ci/venv .ci/vllm_versions.py
+.venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c policy/_panel.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv
 
 # An environment of its own, since only pages are read: none of kvladder is installed there.
