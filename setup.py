@@ -13,6 +13,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
+COMPILED = {
+    "kvladder.gpu.tree._columns": "gpu/tree/_columns.c",
+    "kvladder.policy._panel": "policy/_panel.c",
+}
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -52,12 +56,8 @@ setup(
     project_urls=urls(address, f"v{version}"),
     # without a compiler their loops run in Python
     ext_modules=[
-        Extension("kvladder.gpu.tree._columns", ["gpu/tree/_columns.c"], optional=True),
-        Extension(
-            "kvladder.policy._panel",
-            ["policy/_panel.c"],
-            extra_compile_args=["-ffp-contract=off"],  # the same results as in Python
-            optional=True,
-        ),
+        # fused operations would give other results than Python
+        Extension(name, [source], extra_compile_args=["-ffp-contract=off"], optional=True)
+        for name, source in COMPILED.items()
     ],
 )

@@ -82,7 +82,7 @@ class Timed(Adaptive):
 
 
 class TimedLevel(Level):
-    """A level whose walks count as time of its policy."""
+    """A level that adds the time of its walks to that of its policy."""
 
     def victims(self, count: int) -> list[int]:
         began_s = perf_counter()
