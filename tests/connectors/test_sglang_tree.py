@@ -244,7 +244,7 @@ def test_a_version_without_a_needed_method_is_warned_of_once(controller, caplog,
     tree.write_backup_storage("a")
     assert kept(controller) == 0
     assert controller.exists(chain("a", 20)) == 20
-    assert caplog.text.count("tree lacks prefetch_anchor_info") == 1
+    assert caplog.text.count("SGLang lacks prefetch_anchor_info") == 1
 
 
 def test_the_tree_is_registered_by_name():

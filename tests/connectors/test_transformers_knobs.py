@@ -220,7 +220,7 @@ def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch
 
     model = make_model()
     monkeypatch.setattr(device, "_one", lacks)
-    with pytest.raises(ConfigError, match=r"gpu\.dtype: fp8 on cpu: not here \(auto, or a type"):
+    with pytest.raises(ConfigError, match=r"gpu\.dtype: fp8 on cpu: not here \(expected auto, "):
         opened(model, source(dtype="fp8"))
 
 

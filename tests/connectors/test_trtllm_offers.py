@@ -175,7 +175,7 @@ def test_a_promise_that_cannot_be_kept_stops_the_engine(engine: Executor) -> Non
     with pytest.raises(ValueError, match="12 blocks were promised"):
         engine.step([RequestData(request.request_id, PROMPT, [1, 2, -1], 0, 8)], [])
     request = asked(engine)
-    with pytest.raises(TierError, match="promised could not be copied"):
+    with pytest.raises(TierError, match="promised blocks could not be copied"):
         engine.step([RequestData(request.request_id, PROMPT, [999] * 13, 0, 8)], [])
     engine.ranks[0].worker._broken.clear()
     engine.scheduler.request_finished(request, [])

@@ -369,7 +369,7 @@ def test_every_part_of_an_adapter_but_its_number_names_blocks() -> None:
     found = {digest_of(made(**change)) for change in changes}
     assert len(found) == len(changes)
     assert plain not in found
-    with pytest.raises(TypeError, match=r"later is a object"):
+    with pytest.raises(TypeError, match=r"later: expected a tensor, number or text, found object"):
         digest_of(made(later=object()))
 
 

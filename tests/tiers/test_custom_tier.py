@@ -67,7 +67,7 @@ class TestSqlite(TierTests):
     ) -> None:
         first = await opened()
         second = make()
-        with pytest.raises(Unavailable, match="database is locked .see that it can be written"):
+        with pytest.raises(Unavailable, match="database is locked .make sure that it is writable"):
             await second.open(context)
         await first.aclose()
         await second.open(context)

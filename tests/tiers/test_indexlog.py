@@ -213,7 +213,7 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
     set_version(disk, 3)
     before = disk.content(PATH)
     log = new(disk)
-    with pytest.raises(ConfigError, match=r"index\.log is of format 3.*newer than 2"):
+    with pytest.raises(ConfigError, match=r"index\.log has format 3: expected 2 or older"):
         log.load()
     log.close()
     assert disk.content(PATH) == before
