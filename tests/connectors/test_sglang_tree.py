@@ -54,7 +54,8 @@ def shared(monkeypatch):
 
     monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), Server)
     sglang_stub.give("m")
-    tiers = [{"type": "host"}, {"type": "shared-fake", "capacity": "8 MiB", "when": "commit"}]
+    level = {"capacity": "8 MiB", "when": "commit", "timeout": "10 m"}  # a machine may stand still
+    tiers = [{"type": "host"}, {"type": "shared-fake", **level}]
     both = []
     for _ in range(2):
         storage = KVLadderStorage(config({**STACK, "tiers": tiers}), {})

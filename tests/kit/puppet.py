@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -52,10 +53,16 @@ class Puppet:
         return heard(said)[0]
 
     def kill(self, sent: int = signal.SIGKILL) -> None:
-        """Send it a signal; after SIGKILL, wait for it."""
+        """Send it a signal. After SIGKILL, wait for its end; after SIGSTOP, for all its threads."""
         self.process.send_signal(sent)
         if sent == signal.SIGKILL:
             self.process.communicate()
+        while sent == signal.SIGSTOP and not self._is_stopped():  # a busy machine takes a while
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        stats = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def line(*values: object) -> str:

@@ -62,7 +62,7 @@ class Spills(InlineConnector):
 
     def load(self, match, blocks, **options):
         job = super().load(match, blocks, **options)
-        self.kv[(blocks[-1] + 5) % 32] += 1
+        self.kv[(max(blocks) + 1) % 32] += 1
         return job
 
     def __init__(self, manager, kv):
