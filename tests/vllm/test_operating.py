@@ -138,5 +138,5 @@ def test_an_upgrade_and_a_full_disk_are_reported_once_and_cost_only_hits(
     log = run.log.read_text()
     assert log.count(f"files: no blocks in {meta.parent}, beside 1 other namespace, ") == 1
     assert log.count(f"cold: {changed} since {other.name}") == 1
-    for text in ("was written by an earlier version of kvladder, in format 1", "medium is full"):
+    for text in ("has format 1 of an earlier version of kvladder", "medium is full"):
         assert log.count(text) == 1, text
