@@ -144,7 +144,8 @@ class StackSaves(StackQueries, ABC):
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
         parts: list[Sequence[BlockKey]] = []
-        end, request = len(keys), next(self.shared.requests)
+        end = len(keys)
+        request = next(self.shared.requests) if self._told else 0  # only such policies use it
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
                 stored, end = self._publish(keys, slots, end, request)
