@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,11 @@ from kvladder.replay.engine import ReplaySettings, replay
 from kvladder.traces.reader import read_trace
 from tests.connectors.scripted import TOKENS, Engine
 from tests.patience import until
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow  # importing vLLM alone takes seconds
 
 
 def source(path: Path, slots: int) -> dict[str, Any]:

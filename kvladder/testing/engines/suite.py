@@ -368,6 +368,7 @@ class ConnectorTests(ConnectorFixtures):
         match, found = alone.search(second)
         assert found == SLOTS
         alone.engine.drop(match)
+        alone.settle()  # the blocks that were loaded are let go of, too
         alone.save(third, range(SLOTS))
         alone.expect(third, range(16, 16 + SLOTS))
 
