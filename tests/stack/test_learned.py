@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from kvladder.policy.adaptive import Adaptive
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing import FakeTier
+from kvladder.testing.fakes import FakeTier, Hang
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.lifecycle import KEEP_S
 
 
@@ -32,6 +34,9 @@ class Remembering(FakeTier):
     async def _maybe(self) -> None:
         if self.trouble == "hangs":
             await asyncio.Event().wait()
+        while self.trouble == "is deaf":
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
         if self.trouble == "fails":
             raise ValueError("no such luck")
 
@@ -83,12 +88,21 @@ async def test_it_is_kept_while_the_cache_runs() -> None:
     await cache.aclose()
 
 
-@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+@pytest.mark.parametrize("trouble", ["hangs", "fails", "is deaf"])
 async def test_a_tier_that_cannot_keep_it_costs_only_that(
     trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = await opened(Remembering({}, trouble), Adaptive(), Adaptive())
+    tier, loop = Remembering({}, trouble), asyncio.get_running_loop()
+    cache = await opened(tier, Adaptive(), Adaptive())
     await used(cache)
+    await asyncio.sleep(KEEP_S)  # the cache closes while it tries to keep them
+    tier.script.append(Hang(on="aclose", times=None))
+    began_s = loop.time()
+    await cache.stack.aclose(flush_timeout_s=0)
+    assert loop.time() - began_s <= CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 0.1
+    tier.trouble = ""
+    tier.heal()
+    await asyncio.sleep(2.0)  # calls that were left behind end
     await cache.aclose()
     told = [one.getMessage() for one in caplog.records if "learned" in one.getMessage()]
     assert told

@@ -161,9 +161,7 @@ class LevelLifecycle:
         try:
             await asyncio.wait({task}, timeout=CALLS_TIMEOUT_S)
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task}, timeout=CALLS_TIMEOUT_S)
+            task.cancel()  # one that ignores it is left behind: it has no slots
         error = None if not task.done() or task.cancelled() else task.exception()
         if error is not None or not task.done() or task.cancelled():
             why = "it took too long" if error is None else repr(error)
@@ -185,7 +183,7 @@ class LevelLifecycle:
         """Stop the writer, and close the tier; may be called again.
 
         Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
-        or three times if it was not open yet. What a policy learned may take twice that more.
+        or three times if it was not open yet. What policies learned is kept in the same time.
         """
         if self._task is not None:
             self._task.cancel()
@@ -194,14 +192,19 @@ class LevelLifecycle:
             keeping, self._keeping = self._keeping, None
             keeping.cancel()
             await asyncio.wait({keeping})
-            await self._keep()
+            await asyncio.gather(self._keep(), self._end_calls())
+        else:
+            await self._end_calls()
+        await self._client.aclose()
+        await self._client.end_calls()  # these calls could end only with the tier
+
+    async def _end_calls(self) -> None:
+        """Stop the writer, and end calls in flight."""
         if self._call is not None and not self._call.done():
             self._call.cancel()
             await asyncio.wait({self._call}, timeout=CALLS_TIMEOUT_S)
         await self.writer.aclose()
         await self._client.end_calls()
-        await self._client.aclose()
-        await self._client.end_calls()  # these calls could end only with the tier
 
     # ---- what is there
 
