@@ -37,10 +37,11 @@ from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Labels, Read, RecoveredBlock, Ref, Write
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
-from kvladder.tiers.ladder.client import LevelDefinition, LevelSettings
+from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 from kvladder.units import Size
 from tests.kit.memory import resident_bytes

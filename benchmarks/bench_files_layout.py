@@ -24,7 +24,8 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.files.header import HEADER_BYTES
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Labels, Read, Ref, Write
 
 BLOCKS = 256

@@ -31,7 +31,7 @@ from kvladder.tiers.context import Clock
 from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
-from kvladder.tiers.ladder.client import LevelDefinition, LevelSettings
+from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 from kvladder.traces.files import TraceFiles

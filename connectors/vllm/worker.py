@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,10 @@ import torch
 
 from kvladder.arena import Arena
 from kvladder.connectors.vllm.groups import groups_of
-from kvladder.connectors.vllm.identity.adapters import Adapters
+from kvladder.connectors.vllm.identity.watch import ModelWatch
 from kvladder.connectors.vllm.identity.weights import Loaded
 from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
-from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, StepMetadata
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, StepMetadata
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for, numa_node
@@ -27,8 +26,6 @@ REST_S = 0.001
 """Seconds that a step without a forward pass waits for copies and fetches, as in vLLM itself."""
 HEAP_LESSON_BYTES = (32 << 20) - (64 << 10)
 """Size of about the largest block that raises glibc's thresholds when it is freed."""
-BLIND_STEPS_MAX = 1024
-"""Maximum number of steps between attempts to read unreadable weights."""
 
 
 class WorkerHalf:
@@ -62,17 +59,11 @@ class WorkerHalf:
         self._notices = notices
         self._make_copier = make_copier
         self._make_loaded = make_loaded
-        self._loaded_models: Loaded | None = None
-        self._adapters = Adapters(None, notices)
+        self._models = ModelWatch(notices)
         self._owners: dict[JobId, int] = {}
         """Number of the request's adapter, if it has one, by load in flight."""
-        self._seen = Seen(0, b"", 0, 0)
-        self._news = False
         self._stale = False
-        self._blind = 0
-        """Number of steps until unreadable weights are tried again; 0 if they could be read."""
-        self._again = 0
-        """The first step that may look at the weights without a new doubt."""
+        """True if the step's keys name other weights than those in memory."""
         self._pages: dict[int, BlockPages] = {}
         self._pieces: dict[int, RankShare] = {}
         self._fields: dict[str, str] = {}
@@ -131,9 +122,7 @@ class WorkerHalf:
             keep_heap()
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
         layers = self._vllm_config.compilation_config.static_forward_context
-        self._loaded_models = self._make_loaded(layers)
-        self._adapters = Adapters(self._loaded_models.loras, self._notices)
-        self._seen = Seen(0, self._fingerprint(self._loaded_models, turn=0), 0, 0)
+        self._models.start(self._make_loaded(layers))
 
     def describe(self) -> RankDescription:
         """Return this rank's description for the scheduler half."""
@@ -145,7 +134,7 @@ class WorkerHalf:
             sizes=tuple(self._pages[i].block_bytes if i in self._pages else 0 for i in groups),
             fields=self._fields,
             replicas=self._replicas,
-            weights=self._seen.digest,
+            weights=self._models.digest,
             registers=self._registers,
             numa=self._numa,
             worker=self,
@@ -170,12 +159,12 @@ class WorkerHalf:
         self._spoiled, self._stale = False, True
         self.attach(step.attach)
         self._fence(step)
-        self._look(step)
+        if self._models.look(step.turn, step.doubt):
+            self._distrusted.update(self._loads)  # they have blocks of the previous weights
         if step.wanted is not None:
-            self._adapters.read(step.wanted)
+            self._models.read_adapter(step.wanted)
         self._look_at_adapters(step)
-        known = step.weights[self._rank] if step.weights else self._seen.changes
-        self._stale = self._blind > 0 or known != self._seen.changes
+        self._stale = self._models.stale(step.weights[self._rank] if step.weights else None)
 
     def _fence(self, step: StepMetadata) -> None:
         """Order saves before the step's writes to their blocks.
@@ -194,49 +183,15 @@ class WorkerHalf:
             self._distrusted.update(saves)
             raise
 
-    def _look(self, step: StepMetadata) -> None:
-        """Digest the weights again if they may have changed, or the scheduler half asks for it."""
-        models, seen = self._loaded_models, self._seen
-        if models is None or (step.doubt <= seen.doubt and step.turn < self._again):
-            return
-        if not (step.doubt > seen.doubt or self._blind or models.touched()):
-            return
-        digest = self._fingerprint(models, turn=step.turn)
-        changed = digest != seen.digest
-        if changed:  # loads in flight have blocks of the previous weights
-            self._distrusted.update(self._loads)
-        self._news = self._news or changed or step.doubt > seen.doubt
-        doubt = max(step.doubt, seen.doubt)
-        self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
-
     def _look_at_adapters(self, step: StepMetadata) -> None:
         """Look which adapters vLLM has in memory now; loads for changed adapters fail."""
-        changed = self._adapters.look(step.turn)
+        changed = self._models.look_at_adapters(step.turn)
         self._distrusted.update(i for i, number in self._owners.items() if number in changed)
 
     def _fits(self, step: StepMetadata, job: CopyJob) -> bool:
         """Return whether the adapter in memory is the one that the keys of a copy name."""
         number = step.owners.get(job.id)
-        return number is None or step.adapters[number][self._rank] == self._adapters.changes(number)
-
-    def _fingerprint(self, models: Loaded, *, turn: int) -> bytes:
-        """Return the digest of the weights; if they cannot be read, return a random one.
-
-        Nothing is copied while they cannot be read. Each attempt is costly, so the number of steps
-        before the next one doubles.
-        """
-        try:
-            digest = models.fingerprint()
-        except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
-            self._notices.say(
-                "weights", f"nothing is cached while the weights cannot be read: {error!r}"
-            )
-            self._blind = min(2 * self._blind or 1, BLIND_STEPS_MAX)
-            digest = os.urandom(32)
-        else:
-            self._blind = 0
-        self._again = turn + self._blind
-        return digest
+        return number is None or self._models.fits(number, step.adapters[number][self._rank])
 
     def load(self, step: StepMetadata, *, by_layer: bool = False) -> None:
         """Begin the step's loads; its forward pass runs after the sync ones.
@@ -332,13 +287,12 @@ class WorkerHalf:
 
         That is: ended jobs, the end of a timed step, news of weights, newly registered slots.
         """
-        adapters = self._adapters.take()
-        news = self._news or bool(adapters)
-        seen = {self._rank: replace(self._seen, adapters=adapters)} if news else {}
+        news = self._models.take()
+        seen = {} if news is None else {self._rank: news}
         slots = self._arena.admitted if self._registers and self._arena is not None else 0
         registered = {self._rank: slots} if slots > self._registered else {}
         report = Report(self._loaded + self._saved, self._number, seen, registered)
-        self._loaded, self._saved, self._number, self._news = [], [], 0, False
+        self._loaded, self._saved, self._number = [], [], 0
         self._registered = slots
         return report if report.ended or report.step or seen or registered else None
 
@@ -381,9 +335,7 @@ class WorkerHalf:
             self._copier = None
         if self._arena is not None:
             self._arena.close()
-        if self._loaded_models is not None:
-            self._loaded_models.close()
-            self._loaded_models = None
+        self._models.close()
 
     def _submit(self, step: StepMetadata, job: CopyJob) -> None:
         """Begin a job. If this rank has no part in it, it succeeds; if the engine sleeps, it fails.

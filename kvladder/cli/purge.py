@@ -20,8 +20,8 @@ from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import is_text, within
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
+from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import purge_files
-from kvladder.tiers.files.tier import FilesOptions
 from kvladder.units import counted
 
 BAR: Final = 30

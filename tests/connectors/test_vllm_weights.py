@@ -289,10 +289,11 @@ def test_requests_wait_a_bounded_number_of_steps_for_weights(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvladder.connectors.vllm.identity import weights as vllm_weights
+    from kvladder.connectors.vllm.identity.watch import ModelWatch
 
     engine = start()
     monkeypatch.setattr(vllm_weights, "PATIENCE", 5)
-    monkeypatch.setattr(engine.workers[0], "_look", lambda step: None)
+    monkeypatch.setattr(ModelWatch, "look", lambda self, turn, doubt: False)
     engine.half.reset()
     assert loaded(engine) == 0
 

@@ -19,7 +19,8 @@ from kvladder.testing.fixtures import SampleBlock
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.fields import told
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Labels, LevelRead, Outcome, RecoveredBlock, Ref, SlotAccess, Write
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool

@@ -17,7 +17,8 @@ from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, sim_run
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from tests.kit.disk import MODES, FakeDisk, InlinePool, Mode, PowerCut
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]

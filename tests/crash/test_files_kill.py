@@ -20,7 +20,8 @@ from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.directory import held_by, leases
 from kvladder.tiers.files.disk import Disk
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Labels, Read, Ref, Write
 from kvladder.units import Size
 

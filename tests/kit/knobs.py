@@ -12,7 +12,7 @@ from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from tests.kit.mirror import MirrorCodec
 
 Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]

@@ -10,7 +10,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(

@@ -22,7 +22,7 @@ from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage, Subject
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.label import Coding, Labels, packed_step
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.meta import BlockMeta
 
 

@@ -12,7 +12,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.label import Read
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 

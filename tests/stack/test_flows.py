@@ -12,7 +12,7 @@ from kvladder.events import Removed
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records import index
 from tests.stack.caches import COMMIT, cache_of, flushed
 

@@ -11,7 +11,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(

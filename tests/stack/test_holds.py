@@ -34,7 +34,7 @@ from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Read, Ref, Write
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.saving import Saving
 from kvladder.tiers.ladder.writing.queue import WriteQueue

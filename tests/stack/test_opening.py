@@ -16,7 +16,8 @@ from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Facts, RecoveredBlock
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.lifecycle import OPEN_TIMEOUT_S

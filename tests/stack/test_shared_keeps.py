@@ -18,7 +18,7 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import Write
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of

@@ -7,7 +7,7 @@ import json
 
 from kvladder.testing.fakes import Delay, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 

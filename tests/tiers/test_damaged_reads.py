@@ -16,7 +16,8 @@ from hypothesis import settings
 from kvladder.testing.fixtures import SampleBlock, SampleBlocks, TierFixtures
 from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.base import Tier
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.coded import CodedTests, CodedTier

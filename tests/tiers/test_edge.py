@@ -18,7 +18,8 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Subject
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Outcome, Read, Ref
 from kvladder.tiers.memory import MemoryTier
 from tests.kit.disk import FakeDisk, InlinePool

@@ -21,7 +21,8 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files import tier as files
 from kvladder.tiers.files.disk import Disk
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Labels, Ref, Write, told
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool

@@ -15,7 +15,8 @@ from kvladder.testing.fixtures import SampleBlocks
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Outcome
 from tests.crash.harness import CAPACITY, LAYOUT, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk, InlinePool

@@ -9,7 +9,8 @@ import pytest
 
 from kvladder.errors import TierError, TierFull
 from kvladder.testing.stacks import LevelSpec
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import ROOT, Machine, new_disk
 from tests.kit.disk import FakeDisk, InlinePool
 from tests.stack.caches import COMMIT, QUICK, cache_of

@@ -18,7 +18,8 @@ from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.log import IndexLog
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import RecoveredBlock
 
 COUNT = 1_000_000

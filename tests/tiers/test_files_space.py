@@ -14,9 +14,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.tiers.files.directory import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.store import SEGMENTS_MIN
-from kvladder.tiers.files.tier import FilesOptions
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk
 

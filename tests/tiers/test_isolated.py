@@ -20,7 +20,8 @@ from kvladder.testing import TierTests
 from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import POISON, SETTLE_S, TierFixtures
 from kvladder.tiers.base import Medium, Tier
-from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.files.options import FilesOptions
+from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.memory import MemoryTier
 from tests.kit.unruly import UnrulyOptions, UnrulyTier

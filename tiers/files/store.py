@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
@@ -16,11 +15,9 @@ from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
 from kvladder.tiers.files.neighbours import keep_fields
+from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.segments import Segments
 from kvladder.tiers.label import RecoveredBlock
-
-if TYPE_CHECKING:
-    from kvladder.tiers.files.tier import FilesOptions
 
 SEGMENTS_MIN = 16
 """Fewest segments per capacity: the first block of another model takes a whole segment."""

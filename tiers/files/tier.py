@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -12,14 +11,11 @@ from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
-
-import msgspec
+from typing import Any, ClassVar, TypeVar, cast
 
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import STATE_MAX
-from kvladder.schema import Settings
 from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.context import TierContext
@@ -28,6 +24,7 @@ from kvladder.tiers.files.disk import Disk, explained, is_full, read_file, repla
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
 from kvladder.tiers.files.neighbours import Neighbours, compared, neighbours, told_of
+from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import Eraser
 from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore
 from kvladder.tiers.files.threads import BufferedPool
@@ -51,36 +48,6 @@ ERASE_PLACES = 1024
 CLOSE_TIMEOUT_S = 2.0
 
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
-
-
-class FilesOptions(Settings, frozen=True, kw_only=True):
-    """Options of a files tier."""
-
-    path: str
-    """Directory of the tier, created if only its last part is missing. Each process has a
-    directory of its own in it."""
-    direct: bool | None = None
-    """True to bypass the page cache with O_DIRECT, None to do so if the file system allows it."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 8
-    """Number of concurrent calls to the disk."""
-    segment: Size = Size(256 << 20)
-    """Bytes preallocated at a time, at most a sixteenth of the capacity. More if there would be
-    too many files otherwise."""
-    engines: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 1
-    """Number of engines that use the path at once; each may take an equal part of the capacity."""
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("the path is empty: expected a directory")
-        if "\0" in self.path:
-            raise ValueError("the path has a null character: expected a directory")
-        if self.path == "~" or self.path.startswith("~/"):
-            raise ValueError("~ is not expanded: write ${HOME}, or the whole path")
-
-    @property
-    def claims(self) -> list[tuple[str, str]]:
-        """Settings, and values of them, that no other level of a stack may have."""
-        return [("path", os.path.realpath(self.path))]
 
 
 class FilesTier(Tier):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple, TypeVar
 
@@ -13,18 +12,14 @@ from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
-from kvladder.policy.eviction import EvictionPolicy
-from kvladder.policy.offload import OffloadRule
-from kvladder.policy.tenants import NO_SHARES, Shares
-from kvladder.tiers.base import NO_PLACE, Tier
-from kvladder.tiers.codecs.pipeline import CodecPipeline, PipelineSettings
+from kvladder.tiers.base import NO_PLACE
+from kvladder.tiers.codecs.pipeline import CodecPipeline
 from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.breaker import (
     KINDS,
     Breaker,
-    CallSettings,
     Kind,
     Results,
     State,
@@ -32,6 +27,7 @@ from kvladder.tiers.ladder.breaker import (
     contained,
     wrong,
 )
+from kvladder.tiers.ladder.definition import LevelDefinition
 
 T = TypeVar("T")
 Threads = Callable[[str], Blocking]
@@ -55,38 +51,6 @@ _VERBS: Mapping[Kind, str] = {
     "remove": "remove",
     "contains": "report which blocks it has",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LevelSettings:
-    """Settings for the calls of a level's tier."""
-
-    calls: CallSettings = field(default_factory=CallSettings)
-    queue_blocks: int = 256
-    """Blocks that may wait to be written; each keeps an arena slot busy."""
-    reads_max: int = 4
-    """Reads in flight at once."""
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelDefinition:
-    """A level below host, before the stack makes it."""
-
-    name: str
-    tier: Tier
-    rule: OffloadRule
-    capacity_blocks: int
-    policy: EvictionPolicy
-    settings: LevelSettings
-    required: bool = False
-    """True if the cache does not start without it."""
-    verify: bool = True
-    """True if stored bytes have a checksum and are compared with it."""
-    scratch: Sequence[Slot] = ()
-    """Slots of the arena that only its codecs use."""
-    shares: Shares = NO_SHARES
-    """Limits to the blocks that each salt may have there."""
 
 
 class CallOutcome(NamedTuple):

@@ -14,7 +14,8 @@ from kvladder.metrics import DropReason
 from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
-from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
+from kvladder.tiers.ladder.client import CallOutcome, TierClient
+from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.writing.queue import RemovalQueue

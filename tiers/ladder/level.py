@@ -22,7 +22,8 @@ from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
-from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition
+from kvladder.tiers.ladder.client import CallOutcome
+from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel
 from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms

@@ -16,7 +16,8 @@ from kvladder.lock import BATCH, STEP
 from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.schema import within
 from kvladder.tiers.ladder.base_level import BaseLevel, Expiry, Shared
-from kvladder.tiers.ladder.client import LevelDefinition, Threads
+from kvladder.tiers.ladder.client import Threads
+from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.level import Level
