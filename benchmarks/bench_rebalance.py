@@ -16,8 +16,8 @@ from typing import NamedTuple
 from benchmarks.row import Row
 from kvladder.device.cache import DeviceCache, open_device
 from kvladder.errors import OutOfBlocks
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan
 
 CONTEXT, BLOCK, STEP = 512, 4, 64

@@ -45,7 +45,8 @@ def test_the_drawings_are_current() -> None:
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, "run python .ci/drawings.py"
         ElementTree.fromstring(text)
-    assert set(drawings.FOLDER.iterdir()) == set(made)
+    others = {path for path in drawings.FOLDER.iterdir() if not path.name.startswith("rooms-")}
+    assert others == set(made)
 
 
 def test_a_plot_shows_the_values_of_its_table() -> None:

@@ -11,7 +11,7 @@ from kvladder.errors import BlocksBusy, ConfigError, OutOfBlocks
 from kvladder.gpu.pool.events import Reports
 from kvladder.gpu.pool.slots import FreeSlots, References
 from kvladder.gpu.pool.stats import PoolStats, Uses
-from kvladder.gpu.requests.groups import SIZES, is_size
+from kvladder.gpu.sizing.groups import SIZES, is_size
 from kvladder.gpu.tree.columns import gather, split
 from kvladder.gpu.tree.index import PrefixIndex
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId

@@ -1,1 +1,1 @@
-"""Running requests, their sequences and shared prefixes, and groups of layers."""
+"""Running requests, their sequences and shared prefixes."""

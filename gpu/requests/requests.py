@@ -7,8 +7,8 @@ from math import lcm
 
 from kvladder.errors import PoolError
 from kvladder.gpu.pool.serving import PoolMatch, Serving, reserve
-from kvladder.gpu.requests.groups import Group, served_by_all
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
+from kvladder.gpu.sizing.groups import Group, served_by_all
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey
 from kvladder.policy.numbers import whole

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from kvladder.errors import ConfigError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.handlers import Side
 
 SCALED: Final = ("fp8", "float8_e4m3fn", "float8_e5m2")

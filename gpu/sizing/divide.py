@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import lcm, prod
 
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.sizing.groups import Group
 from kvladder.policy.numbers import whole
 from kvladder.units import Size, counted
 

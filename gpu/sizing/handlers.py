@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, ClassVar
 
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import Kept, ResourceHandler, require, type_name
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.policy.numbers import settle, whole
 
 

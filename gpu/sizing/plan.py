@@ -13,7 +13,6 @@ from math import prod
 from typing import Final, Literal, NamedTuple
 
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import SIZES, Group, Layer, group_layers, is_size
 from kvladder.gpu.sizing.adapt import adapted
 from kvladder.gpu.sizing.base import ITEM_BYTES, ResourceHandler, require
 from kvladder.gpu.sizing.divide import (
@@ -24,6 +23,7 @@ from kvladder.gpu.sizing.divide import (
     needed,
     pool_bytes,
 )
+from kvladder.gpu.sizing.groups import SIZES, Group, Layer, group_layers, is_size
 from kvladder.gpu.sizing.handlers import ConvState, Side, State, StateHandler
 from kvladder.policy.numbers import whole
 

@@ -9,8 +9,8 @@ from typing import Final
 from kvladder.config.settings import GpuConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError, PlanError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.divide import blocks_of
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
 from kvladder.planning.models import kept_by

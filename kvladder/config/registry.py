@@ -60,7 +60,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "aes-gcm": "kvladder.tiers.codecs.aesgcm:AesGcmCodec",
     },
     "handlers": {
-        "kv": "kvladder.gpu.requests.groups:Layer",
+        "kv": "kvladder.gpu.sizing.groups:Layer",
         "state": "kvladder.gpu.sizing.handlers:State",
         "convolution": "kvladder.gpu.sizing.handlers:ConvState",
     },

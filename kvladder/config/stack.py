@@ -26,7 +26,7 @@ from kvladder.config.settings import (
 )
 from kvladder.config.sources import SHORT_KEYS, Source, read
 from kvladder.errors import ConfigError
-from kvladder.gpu.requests.groups import SIZES, is_size
+from kvladder.gpu.sizing.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
 from kvladder.policy.eviction import PRIORITY_DEFAULT

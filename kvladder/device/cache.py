@@ -23,10 +23,10 @@ from kvladder.gpu.copy.pages import BlockPages, RankShare, common_element
 from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.pool.events import PoolEvent, PoolEvents, PoolStored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import Sequences
 from kvladder.gpu.sizing.divide import Division
+from kvladder.gpu.sizing.groups import Group
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Kind, Layout

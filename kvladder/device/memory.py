@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.handlers import ConvState, Side
 from kvladder.schema import nearest
 

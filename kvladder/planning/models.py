@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvladder.errors import LayoutError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.planning import rules
 from kvladder.planning.reading import ModelFile
 

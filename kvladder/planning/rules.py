@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.planning.reading import ModelFile
 from kvladder.schema import is_list
 

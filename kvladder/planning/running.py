@@ -16,8 +16,8 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.handlers import ConvState, State
 from kvladder.planning.collecting import collected
 from kvladder.planning.reading import ModelFile

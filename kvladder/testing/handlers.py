@@ -16,8 +16,8 @@ with needed("torch"):
 
 from kvladder.device.cache import DeviceCache, open_device
 from kvladder.device.memory import PlanMemory
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ITEM_BYTES, ResourceHandler
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan
 
 MakeHandler = Callable[[str], ResourceHandler]

@@ -10,9 +10,9 @@ import torch
 
 from kvladder.config.stack import load_config
 from kvladder.device.cache import DeviceCache, open_pools
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.divide import divide
+from kvladder.gpu.sizing.groups import Group
 from kvladder.units import Size
 
 WIDTH = 24

@@ -18,9 +18,9 @@ from kvladder.gpu.pool.events import (
     Updated,
 )
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import Extra, KVSequence, Sequences
+from kvladder.gpu.sizing.groups import Group
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.policy.offload import OffloadRule

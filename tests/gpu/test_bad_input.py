@@ -12,9 +12,9 @@ from kvladder.errors import ConfigError, NotHeld, OutOfBlocks, PlanError
 from kvladder.gpu.pool.commit import Content
 from kvladder.gpu.pool.pool import PoolSettings
 from kvladder.gpu.pool.retain import Retain
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.requests.sequence import KVSequence
 from kvladder.gpu.sizing.divide import kv_bytes_per_token, pool_bytes
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.policy.retention import Retention, RetentionRange

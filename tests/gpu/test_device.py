@@ -19,7 +19,7 @@ from kvladder.device import open_device
 from kvladder.errors import ConfigError, OutOfBlocks, PlanError
 from kvladder.gpu.pool.events import PoolEvent
 from kvladder.gpu.pool.pool import PoolSettings
-from kvladder.gpu.requests.groups import Group, Layer
+from kvladder.gpu.sizing.groups import Group, Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.testing.redisserver import RedisServer

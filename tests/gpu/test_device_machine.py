@@ -19,10 +19,10 @@ from kvladder.errors import OutOfBlocks, PoolError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.pool.events import PoolEvents
 from kvladder.gpu.pool.pool import Partial
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.requests.sequence import Extra
 from kvladder.gpu.sizing.divide import Division, PoolShare
+from kvladder.gpu.sizing.groups import Group
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.publishing.device import OnDevice

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvladder.errors import BlocksBusy, LayoutError, OutOfBlocks, PoolError
-from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.sizing.groups import Group
 from tests.gpu.device import FULL, WIDTH, Model
 from tests.gpu.test_pool_groups import NEAR
 from tests.patience import PATIENCE_S

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from kvladder.gpu.pool.events import PoolEvents
 from kvladder.gpu.pool.pool import BlockPool, Partial
-from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.sizing.groups import Group
 from kvladder.keys import BlockKey
 from kvladder.publishing.device import OnDevice
 from kvladder.publishing.messages import Messages

@@ -14,8 +14,8 @@ from kvladder.config import registry
 from kvladder.device.cache import open_device
 from kvladder.device.memory import PlanMemory
 from kvladder.errors import ConfigError, PlanError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ResourceHandler, require
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.handlers import (
     ConvState,
     PerSequence,

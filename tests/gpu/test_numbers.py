@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvladder.gpu.pool.pool import PoolSettings
-from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, pool_bytes
+from kvladder.gpu.sizing.groups import Group, Layer
 from kvladder.gpu.sizing.handlers import ConvState, PerSequence, Side, State, Unpaged
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.numbers import whole

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvladder.errors import BlocksBusy, ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
 from kvladder.gpu.pool.pool import Partial
-from kvladder.gpu.requests.groups import Group, Kind, Layer, group_layers, served_by_all
+from kvladder.gpu.sizing.groups import Group, Kind, Layer, group_layers, served_by_all
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
 

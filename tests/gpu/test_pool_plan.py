@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvladder.errors import ConfigError, PlanError
-from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.handlers import ConvState, PerSequence, Side, State, Unpaged
 from kvladder.gpu.sizing.plan import CachePlan
 

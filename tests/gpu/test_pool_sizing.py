@@ -11,8 +11,8 @@ import pytest
 
 from kvladder.cli import main
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
+from kvladder.gpu.sizing.groups import Group, Layer
 from kvladder.gpu.sizing.handlers import ConvState
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.planning.models import kept_by

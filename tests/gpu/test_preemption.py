@@ -12,8 +12,8 @@ from kvladder.arena import Slot
 from kvladder.device.preempt import How, Suspended
 from kvladder.errors import NotHeld, NotReady, OutOfBlocks
 from kvladder.gpu.copy.copier import CopyJob, Direction
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.sizing.groups import Group
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import FULL, Model

@@ -27,9 +27,9 @@ from kvladder.device.rebalance import PATIENCE, REST, Rebalance
 from kvladder.device.room import Room
 from kvladder.errors import BlocksBusy, ConfigError, LayoutError, OutOfBlocks, PlanError
 from kvladder.gpu.pool.pool import BlockPool
-from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.divide import divide, in_regions
+from kvladder.gpu.sizing.groups import Group, Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.units import Size
 from tests.gpu.device import FULL, WIDTH, Model

@@ -20,8 +20,8 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import misbehaviours, troubles
+from kvladder.tiers.answers import KINDS
 from kvladder.tiers.context import Blocking
-from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs

@@ -11,10 +11,10 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
+from kvladder.tiers.answers import KINDS
 from kvladder.tiers.ladder import client as doors
 from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
-from kvladder.tiers.ladder.breaker import KINDS
 from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level

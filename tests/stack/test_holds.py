@@ -22,8 +22,8 @@ from kvladder.device.port import TierPort
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.pool.below import Taken, Victim
 from kvladder.gpu.pool.events import PoolEvents
-from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.sizing.divide import Division, PoolShare
+from kvladder.gpu.sizing.groups import Group
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import BATCH, BULK_STEP, StackLock, holding

@@ -13,7 +13,7 @@ import pytest
 from kvladder import planning
 from kvladder.cli import main
 from kvladder.errors import ConfigError, LayoutError
-from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.groups import Layer
 from kvladder.planning import rules
 from kvladder.planning.models import bytes_per_token, kept_by
 from kvladder.planning.reading import ModelFile

@@ -14,12 +14,12 @@ from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
 from kvladder.layout import Layout, align
 from kvladder.schema import within
+from kvladder.tiers.answers import checked
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
 from kvladder.tiers.codecs.chain import Chain, Find
 from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, SlotAccess, Write, all_plain
-from kvladder.tiers.ladder.breaker import checked
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.events import Event, Overflow, Reason, Removed, Stored
@@ -25,9 +25,6 @@ from kvladder.tiers.ladder.loading.unreleased import Unreleased
 from kvladder.tiers.ladder.records.index import LevelIndex, P
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
-
-if TYPE_CHECKING:
-    from kvladder.tiers.ladder.level import Level
 
 
 class Journal:
@@ -181,10 +178,6 @@ class StackCallbacks(Protocol):
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease slots for up to ``count`` blocks of a priority."""
-        ...
-
-    def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
-        """Return the level below ``level`` that should get the block when it leaves, if any."""
         ...
 
     def settled(self, level: BaseLevel[int], keys: Sequence[BlockKey], *, stored: bool) -> None:

@@ -1,25 +1,18 @@
-"""Guards for calls of a tier: breakers, answers that are checked, errors that are contained."""
+"""Guards for calls of a tier: breakers, errors that are contained, tasks that start again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Literal, NoReturn, TypeVar, cast, get_args
-
-import numpy as np
+from typing import Literal, TypeVar, get_args
 
 from kvladder.errors import TierError
 
 T = TypeVar("T")
-Results = Sequence[bool | None]
 State = Literal["closed", "trial", "open"]
 BREAKER_STATES: tuple[State, ...] = get_args(State)
 """The states in the order of their numbers in statistics."""
-Kind = Literal["get", "put", "remove", "contains"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The kinds of calls. Each has a breaker, as success of one kind says nothing about another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +117,9 @@ async def supervised(
         await asyncio.sleep(PAUSE_S)
 
 
-_BOOLEANS = (bool, np.bool_)
-_MAYBES = (*_BOOLEANS, NoneType)
-
-
 async def contained(work: Awaitable[T]) -> T:
     """Await ``work`` of a tier; an exception that would end the loop becomes a TierError."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise TierError(f"the tier raised {error!r}", temporary=False) from error
-
-
-def checked(kind: Kind, answer: object, count: int) -> Results:
-    """Return the answer to a call about ``count`` blocks; raise TierError if it is malformed."""
-    said, right = _listed(answer), _MAYBES if kind == "get" else _BOOLEANS
-    if said is None or len(said) != count:
-        return wrong(f"{count} booleans", answer)
-    if {*map(type, said)} == {bool}:  # as nearly always
-        return cast("list[bool]", said)
-    if not all(isinstance(one, right) for one in said):
-        return wrong(f"{count} booleans", answer)
-    return [None if one is None else bool(one) for one in said]
-
-
-def _listed(answer: object) -> list[object] | None:
-    return list(cast("Sequence[object]", answer)) if isinstance(answer, Sequence) else None
-
-
-def wrong(expected: str, answer: object) -> NoReturn:
-    """Raise a TierError: the tier did not answer with what was ``expected``."""
-    size = f" of {len(answer)}" if isinstance(answer, Sized) else ""
-    said = f"{type(answer).__name__}{size}"
-    raise TierError(f"the tier answered with {said}, expected {expected}", temporary=False)

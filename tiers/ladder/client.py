@@ -12,21 +12,13 @@ from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
+from kvladder.tiers.answers import KINDS, Kind, Results, checked, wrong
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.codecs.pipeline import CodecPipeline
 from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.breaker import (
-    KINDS,
-    Breaker,
-    Kind,
-    Results,
-    State,
-    checked,
-    contained,
-    wrong,
-)
+from kvladder.tiers.ladder.breaker import Breaker, State, contained
 from kvladder.tiers.ladder.definition import LevelDefinition
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.fetch_cost import Pace
+from kvladder.tiers.answers import Results
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
-from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.client import CallOutcome
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel

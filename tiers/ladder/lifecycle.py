@@ -14,12 +14,11 @@ from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Facts, RecoveredBlock, Ref
-from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.breaker import contained
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex
-from kvladder.tiers.ladder.writing.writer import Writer
+from kvladder.tiers.ladder.writing.writer import Writer, WriterCallbacks
 
 OPEN_TIMEOUT_S = 30.0
 """Time that the start of a cache waits for a tier; then the cache works without the level."""
@@ -38,7 +37,7 @@ class LevelLifecycle:
     for. Without a level that is ``required`` the cache does not start.
     """
 
-    def __init__(self, level: Level, above: StackCallbacks) -> None:
+    def __init__(self, level: Level, above: WriterCallbacks) -> None:
         self.writer = Writer(level, above)
         self.level = level
         self._client = level.client

@@ -9,10 +9,11 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.tiers.answers import KINDS
 from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
-from kvladder.tiers.ladder.breaker import BREAKER_STATES, KINDS
+from kvladder.tiers.ladder.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex

@@ -109,7 +109,7 @@ class TierStack(StackSaves):
                     raise within(f"tiers[{number}]", error) from error
                 raise
 
-    # ---- what levels need of it, see ``StackCallbacks``; with the lock held
+    # ---- what levels need of it, see ``WriterCallbacks``; with the lock held
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease slots for up to ``count`` blocks of a priority."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.policy.fetch_cost import Pace
+from kvladder.tiers.answers import Results
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.plan import among
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
+from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import StackCallbacks
@@ -15,6 +17,14 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.meta import BlockMeta
 
 
+class WriterCallbacks(StackCallbacks, Protocol):
+    """The part of the stack that a writer needs. The stack's lock is held around every call."""
+
+    def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
+        """Return the level below ``level`` that should get the block when it leaves, if any."""
+        ...
+
+
 class Writer:
     """Has a tier forget, store and erase in batches, at its own pace, one call after the other.
 
@@ -22,7 +32,7 @@ class Writer:
     the loop thread.
     """
 
-    def __init__(self, level: Level, above: StackCallbacks) -> None:
+    def __init__(self, level: Level, above: WriterCallbacks) -> None:
         self._level = level
         self._client = level.client
         self._above = above
