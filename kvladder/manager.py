@@ -29,6 +29,7 @@ from kvladder.tiers.ladder.batched import BatchedFetch as BatchedFetch
 from kvladder.tiers.ladder.batched import BatchedSave as BatchedSave
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.client import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.commands import StackCommands
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import PrefetchSet as PrefetchSet
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
@@ -122,7 +123,10 @@ class CacheManager:
         """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
         self._description = description
         self._publisher = publisher
-        self._limits = limits
+        self.limits = limits
+        """Limits on the priorities that a request may ask for."""
+        self.commands = StackCommands(stack)
+        """Commands about blocks that the levels hold."""
         self._pid = os.getpid()
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased
@@ -367,18 +371,18 @@ class CacheManager:
     ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
         """Return priorities and durations within ``limits``; count and report those above."""
         require_one_each(blocks, priorities=priorities, durations_s=durations_s)
-        if priorities is None or self._limits == NO_LIMITS:
+        if priorities is None or self.limits == NO_LIMITS:
             return priorities, durations_s
-        said, lasting, count = self._limits.clipped(
+        said, lasting, count = self.limits.clipped(
             [checked_priority(one) for one in priorities],
             None if durations_s is None else [checked_duration(one) for one in durations_s],
         )
         if count:
             with self._stack.lock:
                 self._stack.host.index.clipped += count
-            most = "no limit" if self._limits.pin_s == inf else f"{self._limits.pin_s:g} s"
+            most = "no limit" if self.limits.pin_s == inf else f"{self.limits.pin_s:g} s"
             what = f"{count} blocks exceeded their limits and were reduced to them:"
-            limits = f"limits.priority {self._limits.priority}, limits.pin {most}"
+            limits = f"limits.priority {self.limits.priority}, limits.pin {most}"
             self._stack.shared.notices.say("limits", f"{what} {limits}")
         return said, lasting
 
