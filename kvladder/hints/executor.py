@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
+    VERBS,
     VERSIONS,
     ActionResult,
-    Demote,
+    DemoteHint,
     HintAction,
     HintsEnvelope,
     Order,
     Outcome,
-    Pin,
-    Prefetch,
+    PinHint,
+    PrefetchHint,
     Refused,
-    Retain,
+    RetainHint,
     Scope,
-    Share,
+    ShareHint,
     order_of,
     read,
 )
@@ -40,6 +42,8 @@ PREFETCHES_MAX = 16
 """Number of fetches for hints in flight at once."""
 WAITING_MAX = 256
 """Number of actions that may wait until such a fetch may begin."""
+SAVED_S = 30.0
+"""Time during which an action about a finished request waits for the saves of its blocks."""
 OUT = "out"
 """Name of no level: where demoted blocks are forgotten."""
 NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[BlockKey]]
@@ -74,6 +78,15 @@ class _Scoped(NamedTuple):
         return [key for run in self.runs for key in run]
 
 
+class _Later(NamedTuple):
+    """An action about blocks of a finished request, which may still be saved."""
+
+    action: HintAction
+    blocks: OwnRequest
+    until_s: float
+    """Loop time at which it is given up."""
+
+
 @dataclass(slots=True)
 class _Fetching:
     """A fetch for a hint, and what to do with the blocks once it is done."""
@@ -104,6 +117,7 @@ class HintExecutor:
         self._lock = Lock()
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
         self._fetching: list[_Fetching] = []
+        self._later: deque[_Later] = deque(maxlen=WAITING_MAX)
         self._counts: Counter[tuple[str, Outcome]] = Counter()
         manager.report("hints", self.counts)
 
@@ -148,8 +162,67 @@ class HintExecutor:
                 self._results.popitem(last=False)
         return results
 
+    def later(self, action: HintAction, runs: Sequence[OwnRequest]) -> None:
+        """Demote or share blocks of a finished request as soon as all of them are saved.
+
+        Tried again at each ``poll`` for ``SAVED_S``. The oldest such action is given up if too many
+        wait.
+        """
+        until_s = self._manager.ladder.clock.now() + SAVED_S
+        with self._lock:
+            self._later.extend(_Later(action, run, until_s) for run in runs)
+        self._do_later()
+
+    def _do_later(self) -> None:
+        with self._lock:
+            waiting, self._later = self._later, deque(maxlen=WAITING_MAX)
+        now_s = self._manager.ladder.clock.now()
+        for one in waiting:
+            order = order_of(one.action)
+            keys, salt = one.blocks.keys, self._digest(one.blocks.salt)
+            assert isinstance(order, DemoteHint | ShareHint)
+            moved = self._moves(order, keys, salt)
+            if moved.done < len(keys) and now_s < one.until_s and not moved.refused:
+                with self._lock:
+                    self._later.append(one)
+
+    def _moves(self, order: DemoteHint | ShareHint, keys: Sequence[BlockKey], salt: bytes) -> Moved:
+        """Do what an order says with blocks that are in host memory."""
+        if isinstance(order, ShareHint):
+            return self._commands.send(keys, salt, order.to or self._commands.shared_levels[0])
+        if order.to == OUT:
+            return self._commands.drop(keys, salt)
+        return self._commands.demote(keys, salt, order.to)
+
+    def clipped(self, priority: int, ttl_s: float | None) -> tuple[tuple[int, float | None], str]:
+        """Return a priority and its duration within the operator's limits, and how they differ.
+
+        The text is empty if they are as asked for.
+        """
+        (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
+        lasting = "" if within_s is None else f" for {within_s:g} s"
+        clipped = f"priority {lower}{lasting}" if count else ""
+        return (lower, None if within_s is None else float(within_s)), clipped
+
+    def require(self, order: DemoteHint | ShareHint) -> None:
+        """Raise ``Refused`` if an order names a level that cannot take blocks for it."""
+        if isinstance(order, DemoteHint):
+            self._require_level(order.to)
+            return
+        shared = self._commands.shared_levels
+        if not shared:
+            raise Refused("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
+        if order.to is not None and order.to not in shared:
+            raise Refused(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
+
+    def count(self, action: HintAction, result: ActionResult) -> ActionResult:
+        """Count the outcome of an action done elsewhere; return it with the id of the action."""
+        return self._count(action.action_type, result._replace(action_id=action.action_id))
+
     def poll(self) -> None:
         """End the fetches that are done, and begin those that waited for others."""
+        if self._later:
+            self._do_later()
         with self._lock:
             ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
             self._fetching = [one for one in self._fetching if one not in ended]
@@ -175,28 +248,26 @@ class HintExecutor:
             result = self._done(message, order, request)
         except Refused as error:
             return self._rejected(action, str(error))
-        verb = type(order).__name__.lower()
+        verb = action.action_type
         return self._count(verb, result._replace(action_id=action.action_id))
 
     def _done(
         self, message: tuple[str, str], order: Order, request: OwnRequest | None
     ) -> ActionResult:
-        if isinstance(order, Prefetch) and order.cancels is not None:
+        if isinstance(order, PrefetchHint) and order.cancels is not None:
             return self._cancel((message[0], order.cancels))
         scope = self._scope(order, request)
         if not any(scope.runs):
             return ActionResult("", "missing", "no whole block is named")
         match order:
-            case Pin():
+            case PinHint():
                 return self._rank(scope, PRIORITY_MAX, order.ttl_s)
-            case Retain():
+            case RetainHint():
                 return self._rank(scope, order.priority, order.ttl_s)
-            case Prefetch():
+            case PrefetchHint():
                 return self._prefetch(message, scope, order)
-            case Demote():
-                return self._demote(message, scope, order.to)
-            case Share():
-                return self._share(message, scope, order.to)
+            case DemoteHint() | ShareHint():
+                return self._move(message, scope, order)
 
     def _scope(self, scope: Scope, request: OwnRequest | None) -> _Scoped:
         """Return the blocks that an action names."""
@@ -221,7 +292,7 @@ class HintExecutor:
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
         """Give the blocks a priority, within the operator's limits."""
-        (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
+        (lower, within_s), clipped = self.clipped(priority, ttl_s)
         until_s = inf if within_s is None else self._manager.ladder.clock.now() + within_s
         moved = self._commands.rank(
             scope.keys,
@@ -232,12 +303,13 @@ class HintExecutor:
         )
         if not moved.done:
             return ActionResult("", "missing", "no level holds these blocks")
-        if count:
-            lasting = "" if within_s is None else f" for {within_s:g} s"
-            return ActionResult("", "clipped", f"priority {lower}{lasting}", moved.done)
+        if clipped:
+            return ActionResult("", "clipped", clipped, moved.done)
         return _outcome(moved)
 
-    def _prefetch(self, message: tuple[str, str], scope: _Scoped, order: Prefetch) -> ActionResult:
+    def _prefetch(
+        self, message: tuple[str, str], scope: _Scoped, order: PrefetchHint
+    ) -> ActionResult:
         """Begin to bring the prefixes up, at most as many blocks as the budget allows."""
         budget = order.budget_blocks or sum(map(len, scope.runs))
         runs: list[Sequence[BlockKey]] = []
@@ -273,43 +345,17 @@ class HintExecutor:
             return ActionResult("", "missing", "no prefetch of this message is in flight")
         return ActionResult("", "accepted", blocks=blocks)
 
-    def _demote(self, message: tuple[str, str], scope: _Scoped, to: str | None) -> ActionResult:
-        """Move the blocks down, or out."""
-        keys, salt = scope.keys, self._digest(scope.salt)
-        if to == OUT:
-            return _outcome(self._commands.drop(keys, salt))
-        self._require_level(to)
-
-        def demote() -> Moved:
-            return self._commands.demote(keys, salt, to)
-
-        return self._moved(message, scope, demote(), demote)
-
-    def _share(self, message: tuple[str, str], scope: _Scoped, to: str | None) -> ActionResult:
-        """Have the blocks written to a level that other engines read."""
-        shared = self._commands.shared_levels
-        if not shared:
-            raise Refused("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
-        if to is not None and to not in shared:
-            raise Refused(f"level {to!r} is not shared: expected one of {', '.join(shared)}")
-        keys, salt = scope.keys, self._digest(scope.salt)
-
-        def share() -> Moved:
-            return self._commands.send(keys, salt, to or shared[0])
-
-        return self._moved(message, scope, share(), share)
-
-    def _moved(
-        self,
-        message: tuple[str, str],
-        scope: _Scoped,
-        moved: Moved,
-        again: Callable[[], object],
+    def _move(
+        self, message: tuple[str, str], scope: _Scoped, order: DemoteHint | ShareHint
     ) -> ActionResult:
-        """Return the outcome of a move; blocks that are not in host memory are brought up first."""
+        """Move or copy the blocks; those that are not in host memory are brought up first."""
+        self.require(order)
+        keys, salt = scope.keys, self._digest(scope.salt)
+        moved = self._moves(order, keys, salt)
         if not moved.away:
             return _outcome(moved)
         for run in scope.runs:
+            again = partial(self._moves, order, keys, salt)
             if self._fetch(message, run, scope, again, None) is None:
                 return ActionResult("", "rejected", _FULL, moved.done)
         why = f"{counted(len(moved.away), 'block')} must come to host memory first"
@@ -317,7 +363,7 @@ class HintExecutor:
 
     def _require_level(self, name: str | None) -> None:
         names = list(self._manager.ladder.indexes)[1:]
-        if name is not None and name not in names:
+        if name is not None and name not in (*names, OUT):
             expected = ", ".join([*names, OUT])
             raise Refused(f"no level below host has the name {name!r}: expected {expected}")
 
@@ -377,7 +423,7 @@ class HintExecutor:
         return [self._rejected(action, why) for action in envelope.actions]
 
     def _count(self, verb: str, result: ActionResult) -> ActionResult:
-        verb = verb.lower() if verb.lower() in _KNOWN else "unknown"
+        verb = verb.lower() if verb.lower() in VERBS else "unknown"
         with self._lock:
             self._counts[verb, result.outcome] += 1
         return result
@@ -397,9 +443,6 @@ def _outcome(moved: Moved) -> ActionResult:
     return ActionResult("", "missing", "no level holds these blocks")
 
 
-_KNOWN: Mapping[str, type[Scope]] = {
-    one.__name__.lower(): one for one in (Pin, Retain, Prefetch, Demote, Share)
-}
 _REUSED = "the message id was used for other actions: expected a new one"
 _TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"
 _FULL = f"{WAITING_MAX} actions wait for their blocks: expected fewer at once"

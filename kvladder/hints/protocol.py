@@ -86,20 +86,20 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError(f"{named[0]} and {named[1]} are both given: expected one of them")
 
 
-class Retain(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RetainHint(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Give blocks a priority, for a time or for good."""
 
     priority: Priority
     ttl_s: Seconds | None = None
 
 
-class Pin(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PinHint(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Give blocks the highest priority that the operator allows, for a time."""
 
     ttl_s: Seconds
 
 
-class Prefetch(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PrefetchHint(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bring a prefix up to host memory before its request comes."""
 
     budget_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -110,27 +110,27 @@ class Prefetch(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Message whose prefetches end now, instead of beginning one."""
 
 
-class Demote(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DemoteHint(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Move blocks out of the levels above ``to``."""
 
     to: Identifier | None = None
     """Name of a level; ``out`` to forget them; None for the level below host that takes them."""
 
 
-class Share(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ShareHint(Scope, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Write blocks to a tier that other engines read."""
 
     to: Identifier | None = None
     """Name of a level; None for the first shared one."""
 
 
-Order: TypeAlias = Pin | Retain | Prefetch | Demote | Share
+Order: TypeAlias = PinHint | RetainHint | PrefetchHint | DemoteHint | ShareHint
 _PAYLOADS: Final[Mapping[str, type[Order]]] = {
-    "pin": Pin,
-    "retain": Retain,
-    "prefetch": Prefetch,
-    "demote": Demote,
-    "share": Share,
+    "pin": PinHint,
+    "retain": RetainHint,
+    "prefetch": PrefetchHint,
+    "demote": DemoteHint,
+    "share": ShareHint,
 }
 
 
@@ -172,7 +172,7 @@ def order_of(action: HintAction) -> Order:
         raise Refused(f"unknown action {action.action_type[:32]!r}: expected one of {expected}")
     if action.action_version not in VERSIONS:
         version = action.action_version[:32]
-        raise Refused(f"unknown version {version!r} of {kind.__name__.lower()}: expected 1")
+        raise Refused(f"unknown version {version!r} of {action.action_type.lower()}: expected 1")
     try:
         return msgspec.convert(action.payload, kind)
     except (msgspec.ValidationError, RecursionError) as error:

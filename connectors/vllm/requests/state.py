@@ -12,6 +12,7 @@ from kvladder.connectors.vllm.identity.contents import Items
 from kvladder.connectors.vllm.options import NO_POLICY, RequestPolicy
 from kvladder.connectors.vllm.requests.lookup import LookupState, RequestLookup
 from kvladder.gpu.copy.copier import JobId
+from kvladder.hints.requests import RequestHints
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 
@@ -51,6 +52,8 @@ class RequestState:
     items: Items | None = None
     """The images, sounds and videos in its prompt."""
     policy: RequestPolicy = NO_POLICY
+    hints: RequestHints | None = None
+    """The hints that came with it; None if it had none."""
     waited: int = 0
     """Number of steps it has waited for that digest."""
     saved: list[int] = field(default_factory=list[int])
