@@ -316,6 +316,8 @@ class HintExecutor:
         reached = 0
         for run in scope.runs:
             length = self._manager.reach(run)
+            if not scope.is_prefix:  # the keys may be another's: only recorded owners count
+                length = min(length, self._commands.own(run, self._digest(scope.salt)))
             reached += length
             runs.append(run[: min(length, budget - sum(map(len, runs)))])
         wanted = sum(map(len, runs))
@@ -354,10 +356,9 @@ class HintExecutor:
         moved = self._moves(order, keys, salt)
         if not moved.away:
             return _outcome(moved)
-        for run in scope.runs:
-            again = partial(self._moves, order, keys, salt)
-            if self._fetch(message, run, scope, again, None) is None:
-                return ActionResult("", "rejected", _FULL, moved.done)
+        again = partial(self._moves, order, keys, salt)
+        if self._fetch(message, moved.away, scope, again, None) is None:
+            return ActionResult("", "rejected", _FULL, moved.done)
         why = f"{counted(len(moved.away), 'block')} must come to host memory first"
         return ActionResult("", "deferred", why, moved.done)
 

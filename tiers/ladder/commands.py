@@ -112,6 +112,29 @@ class StackCommands:
         self._stack.remove(held, for_all=False)
         return moved
 
+    def own(self, keys: Sequence[BlockKey], salt: bytes) -> int:
+        """Return how many leading blocks are held, all of them as blocks of the salt."""
+        count = 0
+        for part in _steps(keys):
+            with self._stack.lock:
+                for key in part:
+                    if self._own(key, salt) is None:
+                        return count
+                    count += 1
+        return count
+
+    def _own(self, key: BlockKey, salt: bytes) -> BlockMeta | None:
+        """Return what is known of a held block if each of its copies is one of the salt."""
+        found: BlockMeta | None = None
+        for index in self._stack.indexes.values():
+            place = index.place(key)
+            if place is not None:
+                meta = index.meta(place)
+                if meta.terms.salt != salt:
+                    return None
+                found = found or meta
+        return found
+
     def _each(
         self,
         keys: Sequence[BlockKey],
@@ -123,9 +146,8 @@ class StackCommands:
         for part in _steps(keys):
             with self._stack.lock:
                 for key in part:
-                    meta = self._stack.meta(key)
-                    is_own = meta is not None and meta.terms.salt == salt
-                    fate = command(key, meta) if meta is not None and is_own else _Fate.MISSING
+                    meta = self._own(key, salt)
+                    fate = _Fate.MISSING if meta is None else command(key, meta)
                     fates[fate].append(key)
         return Moved(
             len(fates[_Fate.DONE]),
