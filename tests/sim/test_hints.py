@@ -109,7 +109,9 @@ class HintWorld:
         found: dict[tuple[str, BlockKey], int] = {}
         for name, index in self.cache.stack.indexes.items():
             for key in index:
-                meta = index.meta(index.place(key))
+                place = index.place(key)
+                assert place is not None
+                meta = index.meta(place)
                 if meta.terms.salt in salts:
                     found[name, key] = meta.priority
         return found
