@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
@@ -27,12 +26,7 @@ class Moved(NamedTuple):
     """Blocks for which the level's queue has no room now."""
 
 
-class _Fate(Enum):
-    DONE = "done"
-    MISSING = "missing"
-    REFUSED = "refused"
-    AWAY = "away"
-    WAITING = "waiting"
+_Fate = Literal["done", "missing", "refused", "away", "waiting"]
 
 
 class StackCommands:
@@ -69,7 +63,7 @@ class StackCommands:
             floor = priority if is_prefix else min(meta.floor, priority)
             ranked = meta._replace(priority=priority, floor=floor, until_s=until_s)
             self._stack.used(key, ranked)
-            return _Fate.DONE
+            return "done"
 
         return self._each(keys, salt, rank)
 
@@ -92,9 +86,9 @@ class StackCommands:
         def demote(key: BlockKey, meta: BlockMeta) -> _Fate:
             target = named or next((one for one in self._stack.levels if one.admits(meta)), None)
             if target is None:
-                return _Fate.REFUSED
+                return "refused"
             fate = self._send(key, meta, target)
-            if fate is _Fate.DONE:
+            if fate == "done":
                 self._leave_above(key, target)
             return fate
 
@@ -106,7 +100,7 @@ class StackCommands:
 
         def drop(key: BlockKey, _: BlockMeta) -> _Fate:
             held.append(key)
-            return _Fate.DONE
+            return "done"
 
         moved = self._each(keys, salt, drop)
         self._stack.remove(held, for_all=False)
@@ -142,32 +136,35 @@ class StackCommands:
         command: Callable[[BlockKey, BlockMeta], _Fate],
     ) -> Moved:
         """Run a command for each held block of the salt, in steps, and count what became of it."""
-        fates: dict[_Fate, list[BlockKey]] = {fate: [] for fate in _Fate}
+        done = missing = refused = 0
+        away: list[BlockKey] = []
+        waiting: list[BlockKey] = []
         for part in _steps(keys):
             with self._stack.lock:
                 for key in part:
                     meta = self._own(key, salt)
-                    fate = _Fate.MISSING if meta is None else command(key, meta)
-                    fates[fate].append(key)
-        return Moved(
-            len(fates[_Fate.DONE]),
-            len(fates[_Fate.MISSING]),
-            len(fates[_Fate.REFUSED]),
-            fates[_Fate.AWAY],
-            fates[_Fate.WAITING],
-        )
+                    fate: _Fate = "missing" if meta is None else command(key, meta)
+                    if fate == "done":
+                        done += 1
+                    elif fate == "missing":
+                        missing += 1
+                    elif fate == "refused":
+                        refused += 1
+                    else:
+                        (away if fate == "away" else waiting).append(key)
+        return Moved(done, missing, refused, away, waiting)
 
     def _send(self, key: BlockKey, meta: BlockMeta, target: Level) -> _Fate:
         """Have a level hold a block or write it; with the lock held."""
         if target.holds(key):
-            return _Fate.DONE
+            return "done"
         if not target.admits(meta):
-            return _Fate.REFUSED
+            return "refused"
         slot = self._stack.host.find(key)
         if slot is None:
-            return _Fate.AWAY
+            return "away"
         target.offer([key], [slot], [meta], stay=True)
-        return _Fate.DONE if target.holds(key) else _Fate.WAITING
+        return "done" if target.holds(key) else "waiting"
 
     def _leave_above(self, key: BlockKey, target: Level) -> None:
         """Give up the copies above a level; with the lock held."""
@@ -186,5 +183,8 @@ class StackCommands:
 def _steps(keys: Collection[BlockKey]) -> Iterator[Sequence[BlockKey]]:
     """Yield different keys in parts that the lock may be held for."""
     unique = list(dict.fromkeys(keys))
+    if len(unique) <= STEP:
+        yield unique
+        return
     for start in range(0, len(unique), STEP):
         yield unique[start : start + STEP]
