@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import islice
-from typing import cast
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import EvictionPolicy, PrioritizedLRU
@@ -20,10 +19,8 @@ class MiniCache(ABC):
     """Keeps at most ``size`` keys. Keys of one call are those of a prompt, in order."""
 
     size: int
-
-    @abstractmethod
-    def __contains__(self, key: object) -> bool:
-        """Return whether the key is held."""
+    held: Container[BlockKey]
+    """Keys that are held, as a live view."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,10 +48,7 @@ class LruCache(MiniCache):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._order: OrderedDict[BlockKey, None] = OrderedDict()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._order
+        self.held = self._order = OrderedDict[BlockKey, None]()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -111,10 +105,8 @@ class PolicyCache(MiniCache):
 
     def _begin(self) -> None:
         self._index: LevelIndex[int] = LevelIndex(self._make(), blocks_max=self.size, say=self._say)
+        self.held = self._index.keys()
         self._free = [*range(self.size - 1, -1, -1)]
-
-    def __contains__(self, key: object) -> bool:
-        return cast("BlockKey", key) in self._index
 
     def __len__(self) -> int:
         return len(self._index)
@@ -126,7 +118,7 @@ class PolicyCache(MiniCache):
         held = [place for place in index.places_of(keys) if place is not None]
         index.pin(held)  # the steps of a request: fetch, release, save, touch
         index.unpin(held[::-1])
-        absent = [key for key in dict.fromkeys(keys) if key not in self]
+        absent = [key for key in dict.fromkeys(keys) if key not in self.held]
         gone = self._insert(absent[::-1], self._requests)
         index.touch([place for place in index.places_of(keys[::-1]) if place is not None])
         return gone
@@ -137,7 +129,7 @@ class PolicyCache(MiniCache):
         index.touch([place for place in index.places_of(keys[::-1]) if place is not None])
 
     def offer(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        return self._insert([key for key in dict.fromkeys(keys) if key not in self], 0)
+        return self._insert([key for key in dict.fromkeys(keys) if key not in self.held], 0)
 
     def _insert(self, keys: Sequence[BlockKey], request: int) -> Sequence[BlockKey]:
         """Hold keys that are not held, the last of them first if there is not enough room."""

@@ -22,7 +22,7 @@ SAMPLE: Final = 2048
 """A cache of the level's size has this many sampled keys, or up to twice as many; all below."""
 SAMPLE_MIN: Final = 512
 """Below this, the sample is not thinned further."""
-KEY_COST_BYTES: Final = 1500
+KEY_COST_BYTES: Final = 1700
 """Memory that one sampled key of the level's own size takes, in all four caches together."""
 WINDOW_S: Final = 600.0
 """Time after which a new window begins; figures are those of the last one and of the running one.
@@ -131,7 +131,7 @@ class LevelShadow:
         self.spec = spec
         self.name = spec.name
         self._above = above
-        most = max(SAMPLE_MIN, min(2 * SAMPLE - 1, int(budget_bytes / KEY_COST_BYTES)))
+        most = max(2 * SAMPLE_MIN, min(2 * SAMPLE - 1, int(budget_bytes / KEY_COST_BYTES)))
         self.shift: int = max((one.shift for one in above), default=0)
         """The level follows 1 of 2 to the power of this many keys."""
         while spec.blocks >> self.shift > most:
@@ -175,20 +175,24 @@ class LevelShadow:
 
     def count(self, own: Sampled, *, is_last: bool) -> None:
         """Count the hits of a prompt's own keys at each size, before they are used."""
-        window, hotter = self.window, [one.actual for one in self._above]
-        left: Sampled = own
+        window, hotter = self.window, [one.actual.held for one in self._above]
+        sampled = window.sampled
         for _, mark in own:
-            window.sampled[mark % GROUPS] += 1
+            sampled[mark % GROUPS] += 1
+        left = own
         if hotter:
-            left = [one for one in own if not any(one[0] in cache for cache in hotter)]
+            left = [one for one in own if not any(one[0] in held for held in hotter)]
         reached = len(own) - len(left)
-        for number, (cache, hits) in enumerate(zip(self.caches, window.hits, strict=True)):
+        for cache, hits in zip(self.caches, window.hits, strict=True):
+            held, found = cache.held, 0
             for key, mark in left:
-                if key in cache:
+                if key in held:
                     hits[mark % GROUPS] += 1
-                    reached += number == NOW
+                    found += 1
                 elif is_last:  # the prefix ends there; else a colder level may have the block
                     break
+            if cache is self.actual:
+                reached += found
         self._log.append(([key for key, _ in own], reached))
         self._logged += len(own)
         self._optimum = None

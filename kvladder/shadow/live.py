@@ -21,8 +21,10 @@ from kvladder.policy.prices import Prices
 from kvladder.shadow.level import LevelShadow, Sampled, ShadowSpec
 from kvladder.shadow.worth import WorthSource, as_text, worth
 
-STEP_BLOCKS: Final = 512
-"""Blocks that are waited for, and that are processed in one step: a fraction of a millisecond."""
+STEP_BLOCKS: Final = 1024
+"""Blocks that are processed in one step: a fraction of a millisecond."""
+WAKE_BLOCKS: Final = 4 * STEP_BLOCKS
+"""Blocks that wait before the loop thread is woken: that costs as much as many blocks."""
 WAITING_MAX: Final = 1 << 16
 """Largest number of blocks that wait; requests beyond it are left out and counted."""
 CPU_SHARE: Final = 0.01
@@ -120,7 +122,7 @@ class LiveShadow:
             return
         self._events.append((keys, found))
         self._waiting += len(keys)  # two threads may lose a count: a step is then taken later
-        if self._waiting >= STEP_BLOCKS and not self._is_posted:
+        if self._waiting >= WAKE_BLOCKS and not self._is_posted:
             self._is_posted = True
             self._post(self.drain)
 
