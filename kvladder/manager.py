@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -134,6 +135,7 @@ class CacheManager:
         self._saves = SlotAdmission(1, self._clock, lost)
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._described: list[Callable[[], Sequence[str]]] = []
         self.sessions = Sessions()
         """The sessions' blocks, as far as engines name sessions."""
         self._closed = False
@@ -533,7 +535,9 @@ class CacheManager:
     def describe(self) -> str:
         """Return the resolved configuration as text, and the levels that are left out now."""
         out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
-        return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
+        now = chain.from_iterable(lines() for lines in self._described)
+        left = (f"{name} is left out: {why}" for name, why in out)
+        return "\n".join([self._description, *now, *left])
 
     def idle(self) -> bool:
         """Return whether no level has anything left to write."""
@@ -548,9 +552,18 @@ class CacheManager:
         """Register ``guest``, which uses this cache, to be closed before it."""
         self._guests.append(guest)
 
-    def report(self, section: str, counts: Callable[[], dict[str, Any]]) -> None:
-        """Add ``section`` to ``stats``: what ``counts`` returns. Any thread may call ``counts``."""
+    def report(
+        self,
+        section: str,
+        counts: Callable[[], dict[str, Any]],
+        lines: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Add ``section`` to ``stats``: what ``counts`` returns, and ``lines`` to ``describe``.
+
+        Any thread may call both.
+        """
         self._sections[section] = counts
+        self._described.append(lines)
 
     def flush(self, *, timeout_s: float) -> bool:
         """Write blocks that only host holds to levels that outlive it; return False on timeout."""

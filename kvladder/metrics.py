@@ -11,7 +11,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-SECTIONS: Final = ("arena", "copies", "export", "loop", "preemption", "rebalance", "record")
+SECTIONS: Final = (
+    *("arena", "copies", "export", "loop", "preemption", "rebalance", "record", "shadow"),
+)
 """Sections of statistics that are not levels; no level may have these names."""
 POOL: Final = "gpu."
 """Prefix of the sections of the device's pools; a group's name follows."""

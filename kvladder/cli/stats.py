@@ -14,6 +14,7 @@ from kvladder.cli.output import say
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
+from kvladder.shadow.worth import as_text
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
 from kvladder.units import counted
 
@@ -119,6 +120,9 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     for section in ("export", "record"):
         if section in counts:
             yield f"{section}: " + ", ".join(f"{name} {n}" for name, n in counts[section].items())
+    shadow = counts.get("shadow", {})
+    for name in shadow.get("hit_ratio", ()):
+        yield f"shadow: {as_text(name, shadow)}"
 
 
 def _breakers(level: dict[str, Any]) -> str:

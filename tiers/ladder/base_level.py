@@ -134,6 +134,21 @@ class EventBuffer:
         return list(taken)
 
 
+class AccessListener(Protocol):
+    """Hears which blocks requests use. Its calls may come from any thread, and take no time."""
+
+    def asked(self, keys: Sequence[BlockKey], found: int) -> None:
+        """Note that a request asks for a prompt; the levels have the first ``found`` blocks.
+
+        A fetch counts once, as for ``KeyedPolicy.requested``. ``keys`` stay as they are.
+        """
+        ...
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """Note that these blocks were computed, and are saved now. ``keys`` stay as they are."""
+        ...
+
+
 @dataclass(frozen=True)
 class Shared:
     """The part that all levels of one stack have in common."""
@@ -147,6 +162,8 @@ class Shared:
     """Salts that are being purged: no level takes their blocks meanwhile."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
+    listener: AccessListener | None = None
+    """Hears what requests use; None if no part wants to."""
     requests: Iterator[int] = field(default_factory=lambda: count(1))
     """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
     """

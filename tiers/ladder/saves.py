@@ -143,6 +143,8 @@ class StackSaves(StackQueries, ABC):
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
+        if self.shared.listener is not None:
+            self.shared.listener.stored(keys)
         parts: list[Sequence[BlockKey]] = []
         end = len(keys)
         request = next(self.shared.requests) if self._told else 0  # only such policies use it

@@ -95,22 +95,27 @@ class FetchGrower:
         if self._tasks.closed:
             raise ClosedError("the cache is closed")
         fetch.ask(asking=True)
-        if self._told and fetch.is_use and fetch.is_prefix and fetch.keys:
-            self._tell(fetch)
+        listener = self._shared.listener
+        is_use = False
+        if self._told or listener is not None:
+            is_use = fetch.is_use and fetch.is_prefix and bool(fetch.keys) and self._tell(fetch)
         self._grow(fetch, new=True)
+        if is_use and listener is not None:
+            listener.asked(fetch.keys, fetch.length)
         if fetch.asking:
             self._post(self._tasks.begin, partial(self._follow, fetch), "kvladder-ask")
 
-    def _tell(self, fetch: Fetch) -> None:
-        """Tell policies of a request, unless an earlier fetch of it is not released yet."""
+    def _tell(self, fetch: Fetch) -> bool:
+        """Tell policies of a request; return False if an earlier fetch of it is not released."""
         with self._lock:
             last = fetch.keys[-1]
             if fetch.joins(self._asked.get(last)):
-                return
+                return False
             self._asked[last] = fetch
             number = fetch.number(self._shared.requests)
             for index in self._told:
                 index.requested(fetch.keys, number)
+            return True
 
     async def _follow(self, fetch: Fetch) -> None:
         """Ask shared tiers, and extend ``fetch``, as long as that brings it further."""
