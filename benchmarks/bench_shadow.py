@@ -85,9 +85,11 @@ def _keys(count: int) -> list[BlockKey]:
 def _shadow(blocks: int, make: Callable[[], EvictionPolicy] = PrioritizedLRU) -> LiveShadow:
     spec = ShadowSpec("host", blocks, make, is_written_through=True)
     clocks = ShadowClocks(lambda: 0.0, thread_time)
-    return LiveShadow(
-        [spec], arena_bytes=1 << 40, prices=Prices(), clocks=clocks, post=lambda work: work()
-    )
+    return LiveShadow([spec], arena_bytes=1 << 40, prices=Prices(), clocks=clocks, post=_at_once)
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()
 
 
 def _tell(shadow: LiveShadow, keys: Sequence[BlockKey], rounds: int) -> None:

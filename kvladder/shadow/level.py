@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from operator import add
@@ -28,7 +28,12 @@ WINDOW_S: Final = 600.0
 """Time after which a new window begins; figures are those of the last one and of the running one.
 """
 LOG: Final = 8
-"""Accesses for Belady's bound, as a multiple of the sampled keys of the level; half warm it up."""
+"""Accesses for Belady's bound, as a multiple of the keys that the level has then; half warm it up.
+"""
+LOG_KEYS: Final = 1024
+"""Most keys of the level's own size that are followed for it: computing it takes milliseconds."""
+OPTIMUM_S: Final = 60.0
+"""Shortest time between two computations of it."""
 HASH_BITS: Final = 64
 GROUPS: Final = 32
 """Groups of sampled keys, by the lowest bits of their hash."""
@@ -143,6 +148,7 @@ class LevelShadow:
         self._log: deque[tuple[list[BlockKey], int]] = deque()
         self._logged = 0
         self._optimum: OptimumFigures | None = None
+        self._optimum_s = now_s
 
     @property
     def rate(self) -> float:
@@ -182,21 +188,28 @@ class LevelShadow:
         left = own
         if hotter:
             left = [one for one in own if not any(one[0] in held for held in hotter)]
-        reached = len(own) - len(left)
         for cache, hits in zip(self.caches, window.hits, strict=True):
-            held, found = cache.held, 0
+            held = cache.held
             for key, mark in left:
                 if key in held:
                     hits[mark % GROUPS] += 1
-                    found += 1
                 elif is_last:  # the prefix ends there; else a colder level may have the block
                     break
-            if cache is self.actual:
-                reached += found
-        self._log.append(([key for key, _ in own], reached))
-        self._logged += len(own)
-        self._optimum = None
-        while self._logged > LOG * max(SAMPLE_MIN, self._scaled(1.0)):
+        limit = HASH_BITS - self._log_shift
+        if keys := [key for key, mark in own if not mark >> limit]:
+            self._note(keys, [*hotter, self.actual.held])
+
+    @property
+    def _log_shift(self) -> int:
+        """The log follows 1 of 2 to the power of this many keys."""
+        return self.shift + max(0, (self._scaled(1.0) // LOG_KEYS).bit_length())
+
+    def _note(self, keys: list[BlockKey], holders: Sequence[Container[BlockKey]]) -> None:
+        """Log a use of some keys, and how many of them these caches have."""
+        reached = sum(any(key in held for held in holders) for key in keys)
+        self._log.append((keys, reached))
+        self._logged += len(keys)
+        while self._logged > LOG * LOG_KEYS:
             self._logged -= len(self._log.popleft()[0])
 
     def use(self, own: Sampled, offered: Sampled) -> Sequence[BlockKey]:
@@ -230,7 +243,7 @@ class LevelShadow:
         for factor, cache in zip(FACTORS, self.caches, strict=True):
             cache.thin(lambda key: self.follows(mark_of(key)), self._scaled(factor))
         self._log.clear()
-        self._logged = 0
+        self._logged, self._optimum = 0, None
         self.window, self.before = (
             WindowCounts(self.window.began_s),
             WindowCounts(self.window.began_s),
@@ -252,12 +265,15 @@ class LevelShadow:
         found = self.counts()
         return [found.ratio(number) for number in range(len(FACTORS))]
 
-    def optimum(self, blocks: int) -> OptimumFigures | None:
+    def optimum(self, blocks: int, now_s: float, *, anew: bool) -> OptimumFigures | None:
         """Return Belady's optimum for ``blocks`` blocks over the last accesses; None without any.
 
-        The first half of them warms the optimum up, and does not count. It takes some milliseconds.
+        The first half of them warms the optimum up, and does not count. It takes some milliseconds,
+        so it is computed ``anew`` only if that was long ago.
         """
-        if self._optimum is None and self._logged:
+        is_due = anew and now_s - self._optimum_s >= OPTIMUM_S
+        if (is_due or self._optimum is None) and self._logged:
+            self._optimum_s = now_s
             passed, start = 0, 0
             while start < len(self._log) - 1 and 2 * passed < self._logged:
                 passed += len(self._log[start][0])
@@ -267,7 +283,7 @@ class LevelShadow:
                 [numbers.setdefault(key, len(numbers)) for key in keys] for keys, _ in self._log
             ]
             asked = sum(map(len, requests[start:]))
-            size = max(1, blocks >> self.shift)
+            size = max(1, blocks >> self._log_shift)
             reached = sum(hits for _, hits in [*self._log][start:])
             # the caches have been warm for longer
             best = max(reached, belady(requests, len(numbers), size, counted_from=start))

@@ -11,14 +11,15 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from math import inf
 from typing import Any, Final
 
 import numpy as np
 
 from kvladder.keys import KEY_BYTES, BlockKey
 from kvladder.policy.prices import Prices
-from kvladder.shadow.level import LevelShadow, Sampled, ShadowSpec
+from kvladder.shadow.level import LevelShadow, OptimumFigures, Sampled, ShadowSpec
 from kvladder.shadow.worth import WorthSource, as_text, worth
 
 STEP_BLOCKS: Final = 1024
@@ -31,6 +32,8 @@ CPU_SHARE: Final = 0.01
 """Share of one processor above which less keys are sampled."""
 CHECK_S: Final = 10.0
 """Time over which that share is measured."""
+FRESH_S: Final = 1.0
+"""Age of figures from which on a thread that asks for them processes what waits."""
 MEMORY_SHARE: Final = 0.001
 """Share of the arena that all shadows may take, unless that is too few keys."""
 _WORD: Final = 1
@@ -99,6 +102,7 @@ class LiveShadow:
         self._unsaved_blocks = 0
         """The same of all keys."""
         self._check_s, self._check_cpu_s = now_s, 0.0
+        self._stepped_s = -inf
 
     def value(self, block_s: Callable[[], float | None], sources: dict[str, WorthSource]) -> None:
         """Take what hits are worth from these from now on; ``block_s`` computes a block."""
@@ -135,6 +139,7 @@ class LiveShadow:
             return  # a thread that asks for figures takes them
         try:
             self._step()
+            self._optima(anew=True)
         finally:
             self._lock.release()
         if self._waiting >= STEP_BLOCKS and not self._is_posted:
@@ -143,7 +148,7 @@ class LiveShadow:
 
     def _step(self) -> bool:
         """Process about ``STEP_BLOCKS`` blocks; return whether there were any."""
-        began_s = self._clocks.cpu()
+        began_s, self._stepped_s = self._clocks.cpu(), self._clocks.now()
         taken: list[_UseEvent] = []
         blocks = 0
         while self._events and blocks < STEP_BLOCKS:
@@ -155,12 +160,11 @@ class LiveShadow:
             self._waiting = max(0, self._waiting - blocks)
         for (keys, found), (prompt, known) in zip(taken, self._sampled(taken), strict=True):
             self._take(len(keys), found, prompt, known)
-        now_s = self._clocks.now()
         for level in self.levels:
             level.asked(self._used)
-            level.roll(now_s)
+            level.roll(self._stepped_s)
         self._used = 0
-        self._govern(now_s, began_s)
+        self._govern(self._stepped_s, began_s)
         return bool(taken)
 
     def _sampled(self, events: Sequence[_UseEvent]) -> list[tuple[Sampled, int]]:
@@ -242,11 +246,21 @@ class LiveShadow:
 
     # ---- figures
 
-    def stats(self) -> dict[str, Any]:
-        """Return the figures, by name, level and size."""
+    def settle(self) -> None:
+        """Process all that waits."""
         with self._lock:
             while self._step():
                 pass
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures, by name, level and size.
+
+        An engine may call it often, from its own thread. So it takes what waits only if no step was
+        taken for a second.
+        """
+        if self._clocks.now() - self._stepped_s >= FRESH_S:
+            self.settle()
+        with self._lock:
             began_s, now_s = self._clocks.cpu(), self._clocks.now()
             found = self._figures(now_s)
             self._govern(now_s, began_s)
@@ -259,10 +273,8 @@ class LiveShadow:
             "optimum_ratio": {},
             "reached_ratio": {},
         }
-        block_s, blocks = self._block_s(), 0
-        for level in self.levels:
-            blocks += level.spec.blocks
-            best = level.optimum(blocks)
+        block_s = self._block_s()
+        for level, best in zip(self.levels, self._optima(anew=False), strict=True):
             if best is not None:
                 found["optimum_ratio"][level.name] = best.optimum
                 found["reached_ratio"][level.name] = best.reached
@@ -273,8 +285,15 @@ class LiveShadow:
                 found.setdefault(name, {})[level.name] = by_size
         return found
 
+    def _optima(self, *, anew: bool) -> list[OptimumFigures | None]:
+        """Return Belady's optimum down to each level, computed ``anew`` if it is old."""
+        now_s, sizes = self._clocks.now(), accumulate(level.spec.blocks for level in self.levels)
+        both = zip(self.levels, sizes, strict=True)
+        return [level.optimum(blocks, now_s, anew=anew) for level, blocks in both]
+
     def describe(self) -> list[str]:
         """Return a line for each level: the part of the keys that is followed, and the figures."""
+        self.settle()
         figures = self.stats()
         lines: list[str] = []
         for level in self.levels:

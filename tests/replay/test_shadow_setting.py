@@ -141,9 +141,10 @@ def test_recovered_blocks_are_there_from_the_start(tmp_path: Path) -> None:
         serve(cache, KEYS)
         until(cache.idle)
     with kvladder.open_cache(source, layout=LAYOUT) as cache:
-        assert cache.stats()["files"]["recovered"] == len(KEYS)
         serve(cache, KEYS)
-        assert cache.stats()["shadow"]["hit_ratio"]["files"]["1"] == 1.0
+        figures = cache.stats()
+        assert figures["files"]["recovered"] == len(KEYS)
+        assert figures["shadow"]["hit_ratio"]["files"]["1"] == 1.0
 
 
 def test_the_commands_show_it(tmp_path: Path, capsys: Any) -> None:
