@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -106,6 +107,7 @@ def say(text: str) -> None:
 def page(wanted: Iterable[Program], outcomes: Iterable[Outcome], turns: int) -> str:
     """Return the results as a page."""
     facts = [f"- {name}: {value}" for name, value in machine().items()]
+    facts.append(f"- load average: {os.getloadavg()[2]:.1f} over the last 15 minutes")
     facts.append(f"- turns: {turns}; medians are over the turns after the first")
     lines = ["# Foreign clients against vLLM alone and with kvladder", "", *facts, ""]
     lines += [*table(outcomes), "", "## Commands", ""]

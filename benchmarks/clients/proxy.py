@@ -46,7 +46,7 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the server answered without an error."""
+        """Return whether the server answered without an error."""
         return self.status == 200
 
 

@@ -355,6 +355,7 @@ def test_a_client_that_fails_is_named_with_its_last_lines_and_the_others_run(
     assert passed.failure == ""
     text = command.page(programs, outcomes, 3)
     assert "- **script fails** failed: exited with 1" in text
+    assert "- load average: " in text
     assert "| script asks | p99, ms | 2.0 | 2.0 | 1.00 |" in text
     assert "| script asks | 3 | 0 | 0 | 80% | 80% |" in text
     assert "script fails |" not in text
