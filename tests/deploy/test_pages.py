@@ -14,7 +14,7 @@ from tests.deploy.held import missing
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "how-to" / "deploy.md"
-PAGES = [DEPLOY]
+PAGES = [DEPLOY, DEPLOY.with_name("operations.md")]
 _HELD = re.compile(r"<!-- held by: (.*?) -->", re.DOTALL)
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -30,6 +30,16 @@ def test_a_missing_test_is_found():
     here = "tests/deploy/test_pages.py"
     wrong = [f"{here}::test_no", "tests/none.py::test_a", "kvladder/keys.py::test_a"]
     assert missing([f"{here}::test_a_missing_test_is_found", *wrong]) == wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_section_of_operations_is_without_a_test(page):
+    """A section with subsections holds what they do."""
+    if page != DEPLOY:
+        sections = re.split(r"^##+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        assert len(sections) > 10
+        bare = [one.splitlines()[0] for one in sections if not _HELD.search(one)]
+        assert bare == ["Day 0", "Day 1", "Day 2"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
