@@ -16,7 +16,7 @@ from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import Stats
+from kvladder.metrics import Missed, Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
@@ -154,10 +154,18 @@ class CacheManager:
         """Return how many leading ``keys`` to fetch: all, if a shared tier must be asked."""
         return self._stack.reach(keys, self._bits(levels))
 
-    def missed(self, blocks: int) -> None:
-        """Count ``blocks`` looked-up blocks as not found. Fetches count their own blocks."""
+    def missed(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
+    ) -> tuple[Missed, ...]:
+        """Count looked-up blocks as not found, and return them by cause, in order.
+
+        ``keys`` begin with the first block of a prefix that was not found in ``levels``. Fetches
+        count their own blocks: see ``Fetch.missed``.
+        """
+        loader, bits = self._stack.loader, self._bits(levels)
         with self._stack.lock:
-            self._stack.loader.count(blocks, 0, 0, {})
+            loader.count(len(keys), 0, 0, {})
+            return loader.missed(keys, 0, loader.misses.cause(keys[0], bits)) if keys else ()
 
     def fetch(
         self,
@@ -229,8 +237,10 @@ class CacheManager:
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
         with self._stack.lock:
+            found = self._stack.loader.fetchable(unique, bits)
+            self._stack.loader.misses.left_out(unique, found, bits)
             fetch = SetFetch(
-                self._stack.loader.fetchable(unique, bits),
+                found,
                 stack=self._stack.loader,
                 shared=self._stack.shared,
                 deadline_s=self._stack.shared.clock.now() + within_s,
@@ -516,6 +526,7 @@ class CacheManager:
             found: Stats = {stack.host.name: host}
             for level, own in zip(stack.levels, said, strict=True):
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
+            found["misses"] = stack.loader.misses.as_dict(self.layout.block_tokens)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             lost = self._unreleased.counts.total()
             found["loop"] = {"faults": self._portal.faults, "unreleased": lost}

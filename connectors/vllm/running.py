@@ -248,11 +248,14 @@ class RunningScheduler:
         blocks = Counter(kinds[name] for name in ([] if state is None else state.sources))
         return Counter({kind: n * self._groups.main.tokens for kind, n in blocks.items()})
 
-    def finished(self, request: Any) -> None:
-        """Forget a request that has finished or was aborted; its copies in flight still end."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request that has finished or was aborted; its copies in flight still end.
+
+        Returns the report for its answer, if it asks for one.
+        """
         state = self._states.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         if self._recorder is not None:
             output = request.num_tokens - request.num_prompt_tokens
             self._recorder.finished(request.request_id, self._prompt(state), output)
@@ -264,6 +267,7 @@ class RunningScheduler:
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 # blocks are saved head first; after this the tail is evicted first
                 self.connector.manager.touch(keys, session=state.policy.session)
+        return state.reported()
 
     def _prompt(self, state: RequestState) -> list[BlockKey]:
         """Return the keys of the main group's blocks of a prompt; none if they have no names."""

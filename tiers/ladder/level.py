@@ -15,11 +15,11 @@ from operator import not_
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
-from kvladder.metrics import DropReason
+from kvladder.metrics import DropReason, MissReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.fetch_cost import Pace
 from kvladder.tiers.base import NO_PLACE
-from kvladder.tiers.label import LevelRead, LevelWrite, Ref
+from kvladder.tiers.label import LevelRead, LevelWrite, Outcome, Ref
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition
@@ -29,6 +29,16 @@ from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 from kvladder.tiers.ladder.writing.purges import PurgeQueue
 from kvladder.tiers.ladder.writing.queue import WriteQueue
 from kvladder.tiers.ladder.writing.transit import WritesInFlight, facts_of, ranks
+
+_LOST: Mapping[Outcome | None, MissReason] = {
+    None: "lost",
+    Outcome.GOOD: "lost",
+    Outcome.CORRUPT: "damaged",
+    Outcome.STALE: "foreign",
+    Outcome.UNREADABLE: "unreadable",
+    Outcome.EXPIRED: "expired",
+}
+"""Reason of a miss, by the verdict on the bytes that the tier delivered; None if it had none."""
 
 
 class Level(EvictingLevel):
@@ -126,7 +136,7 @@ class Level(EvictingLevel):
                     queue.add([key], [slot], [meta], now_s)
                     taken += 1
                 elif not stay:
-                    self.stats.drop("queue", meta.priority)
+                    self._dropped("queue", key, meta.priority)
                     self.index.refused([key], "room")
         self._above.wake()
         return taken == len(keys)
@@ -207,7 +217,7 @@ class Level(EvictingLevel):
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
         """Take blocks out of the write queue, which frees their slots, and count them as drops."""
         for key in keys:
-            self.stats.drop(reason, self.write_queue[key].meta.priority)
+            self._dropped(reason, key, self.write_queue[key].meta.priority)
         self.index.refused(keys, "room")
         self._give_up(keys)
 
@@ -274,7 +284,8 @@ class Level(EvictingLevel):
         blocks = [*self._in_flight.writing.values()]
         places = self.places.take(len(blocks))
         for one in blocks[len(places) :]:
-            self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
+            why: DropReason = "full" if self.places.limited else reason
+            self._dropped(why, one.key, one.meta.priority)
             self.index.refused([one.key], "room")
         keys, slots = [one.key for one in blocks], [one.slot for one in blocks]
         placed, side = list[LevelWrite](), self.client.pipeline.side
@@ -353,7 +364,7 @@ class Level(EvictingLevel):
 
     def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
         for block in blocks:
-            self.stats.drop(reason, self._in_flight.writing[block.key].meta.priority)
+            self._dropped(reason, block.key, self._in_flight.writing[block.key].meta.priority)
 
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """Note that the medium is full: work within the places in use, and try for more later."""
@@ -379,9 +390,11 @@ class Level(EvictingLevel):
         both = zip(blocks, results, self.index.at([block.place for block in blocks]), strict=True)
         held = [(block, ok) for block, ok, key in both if key == block.key]
         held.reverse()
-        lost = [block.key for block, ok in held if ok is False]  # None: it may be there later
+        lost = [block for block, ok in held if ok is False]  # None: it may be there later
         stats.misses += len(lost)
-        self.forget(lost, "lost")
+        self.forget([block.key for block in lost], "lost")
+        for block in lost:
+            self.shared.ghosts.add([block.key], self.name, _LOST[block.verdict[0]])
         self.index.touch([block.place for block, ok in held if ok])
         stats.errors += None in results
         stats.loaded += sum(map(bool, results))
