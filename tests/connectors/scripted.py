@@ -179,6 +179,8 @@ class Engine:
         self.half = self.scheduler.start(described, handed_over=handed_over)
         self.free = list(range(1, blocks))
         self.entries: dict[str, Entry] = {}
+        self.reports: dict[str, dict[str, Any] | None] = {}
+        """What the answer of each request says of its prompt."""
         self.loaded = 0
         self.read = 0
         self.steps = 0
@@ -409,7 +411,7 @@ class Engine:
                 request.tokens.append(self.random.randrange(50))
                 request.hash()
                 if request.num_tokens >= entry.length:
-                    self.half.finished(request)
+                    self.reports[request_id] = self.half.finished(request)
                     self._drop(entry)
         for request_id in [request_id for rank in received for request_id in rank]:
             entry = self.entries[request_id]

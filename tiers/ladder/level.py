@@ -15,30 +15,21 @@ from operator import not_
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
-from kvladder.metrics import DropReason, MissReason
+from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.fetch_cost import Pace
 from kvladder.tiers.base import NO_PLACE
-from kvladder.tiers.label import LevelRead, LevelWrite, Outcome, Ref
+from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel
+from kvladder.tiers.ladder.records.ghosts import OF_VERDICT
 from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 from kvladder.tiers.ladder.writing.purges import PurgeQueue
 from kvladder.tiers.ladder.writing.queue import WriteQueue
 from kvladder.tiers.ladder.writing.transit import WritesInFlight, facts_of, ranks
-
-_LOST: Mapping[Outcome | None, MissReason] = {
-    None: "lost",
-    Outcome.GOOD: "lost",
-    Outcome.CORRUPT: "damaged",
-    Outcome.STALE: "foreign",
-    Outcome.UNREADABLE: "unreadable",
-    Outcome.EXPIRED: "expired",
-}
-"""Reason of a miss, by the verdict on the bytes that the tier delivered; None if it had none."""
 
 
 class Level(EvictingLevel):
@@ -394,7 +385,7 @@ class Level(EvictingLevel):
         stats.misses += len(lost)
         self.forget([block.key for block in lost], "lost")
         for block in lost:
-            self.shared.ghosts.add([block.key], self.name, _LOST[block.verdict[0]])
+            self.shared.ghosts.add([block.key], self.name, OF_VERDICT[block.verdict[0]])
         self.index.touch([block.place for block, ok in held if ok])
         stats.errors += None in results
         stats.loaded += sum(map(bool, results))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -11,6 +11,7 @@ from kvladder.arena import Arena
 from kvladder.keys import KEY_BYTES, BlockKey
 from kvladder.metrics import MissCause, MissReason
 from kvladder.policy.eviction import BULK_MIN
+from kvladder.tiers.label import Outcome
 
 ENTRY_BYTES: Final = 8
 ENTRIES_MIN: Final = 1 << 16
@@ -19,6 +20,16 @@ SHARE: Final = 1000
 """The table takes at most one part in this number of the arena, but for ``ENTRIES_MIN``."""
 CODES_MAX: Final = 255
 _CODE: Final = 0xFF
+
+OF_VERDICT: Final[Mapping[Outcome | None, MissReason]] = {
+    None: "lost",
+    Outcome.GOOD: "lost",
+    Outcome.CORRUPT: "damaged",
+    Outcome.STALE: "foreign",
+    Outcome.UNREADABLE: "unreadable",
+    Outcome.EXPIRED: "expired",
+}
+"""Reason of a miss, by the verdict on the bytes that a tier delivered; None if it had none."""
 
 
 def entries_for(arena: Arena) -> int:
