@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvladder.arena import Arena
 from kvladder.errors import ClosedError
@@ -17,12 +17,13 @@ from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import Stats
+from kvladder.metrics import Missed, Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
+from kvladder.portal import Closing, Portal
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S
@@ -38,7 +39,7 @@ from kvladder.tiers.ladder.queries import level_counts
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
-from kvladder.tiers.ladder.stack import Post, TierStack
+from kvladder.tiers.ladder.stack import TierStack
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -50,36 +51,6 @@ SET_MAX = BATCH
 """Largest number of blocks in one ``fetch_set``."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """Time limit of closing after the flush. All levels close at once, each with its own time limit."""
-
-
-class Portal(Protocol):
-    """What a manager needs of the loop thread; ``kvladder.runtime.Runtime`` implements it."""
-
-    @property
-    def post(self) -> Post:
-        """See ``Runtime.post``."""
-        ...
-
-    def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """See ``Runtime.call``."""
-        ...
-
-    @property
-    def faults(self) -> int:
-        """See ``Runtime.faults``."""
-        ...
-
-    def close(self, *, timeout_s: float = 2.0) -> None:
-        """See ``Runtime.close``."""
-        ...
-
-
-class Closing(Protocol):
-    """Something that is closed together with a manager."""
-
-    def close(self) -> None:
-        """Close it."""
-        ...
 
 
 class Lookup(NamedTuple):
@@ -160,10 +131,18 @@ class CacheManager:
         """Return how many leading ``keys`` to fetch: all, if a shared tier must be asked."""
         return self._stack.reach(keys, self._bits(levels))
 
-    def missed(self, blocks: int) -> None:
-        """Count ``blocks`` looked-up blocks as not found. Fetches count their own blocks."""
+    def missed(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
+    ) -> tuple[Missed, ...]:
+        """Count looked-up blocks as not found, and return them by cause, in order.
+
+        ``keys`` begin with the first block of a prefix that was not found in ``levels``. Fetches
+        count their own blocks: see ``Fetch.missed``.
+        """
+        loader, bits = self._stack.loader, self._bits(levels)
         with self._stack.lock:
-            self._stack.loader.count(blocks, 0, 0, {})
+            loader.count(len(keys), 0, 0, {})
+            return loader.missed(keys, 0, loader.misses.cause(keys[0], bits)) if keys else ()
 
     def fetch(
         self,
@@ -235,8 +214,10 @@ class CacheManager:
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
         with self._stack.lock:
+            found = self._stack.loader.fetchable(unique, bits)
+            self._stack.loader.misses.left_out(unique, found, bits)
             fetch = SetFetch(
-                self._stack.loader.fetchable(unique, bits),
+                found,
                 stack=self._stack.loader,
                 shared=self._stack.shared,
                 deadline_s=self._stack.shared.clock.now() + within_s,
@@ -522,6 +503,7 @@ class CacheManager:
             found: Stats = {stack.host.name: host}
             for level, own in zip(stack.levels, said, strict=True):
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
+            found["misses"] = stack.loader.misses.as_dict(self.layout.block_tokens)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             lost = self._unreleased.counts.total()
             found["loop"] = {"faults": self._portal.faults, "unreleased": lost}

@@ -254,7 +254,7 @@ class RunningScheduler:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forget a request that has finished or was aborted; its copies in flight still end.
 
-        Returns the ``kv_transfer_params`` of its answer, None if there are none.
+        Returns the report for its answer, None if it has none.
         """
         state = self._states.pop(request.request_id, None)
         if state is None:

@@ -180,11 +180,11 @@ class Engine:
         self.half = self.scheduler.start(described, handed_over=handed_over)
         self.free = list(range(1, blocks))
         self.entries: dict[str, Entry] = {}
+        self.reports: dict[str, dict[str, Any] | None] = {}
+        """What the answer of each request says of its prompt."""
         self.loaded = 0
         self.read = 0
         self.steps = 0
-        self.answered: dict[str, dict[str, Any]] = {}
-        """What the connector adds to the answers of requests, by request."""
 
     # ---- actions of a user
 
@@ -213,9 +213,7 @@ class Engine:
             self._drop(entry)
 
     def _finished(self, request: Request) -> None:
-        answer = self.half.finished(request)
-        if answer is not None:
-            self.answered[request.request_id] = answer
+        self.reports[request.request_id] = self.half.finished(request)
 
     def preempt(self, request_id: str) -> None:
         self._give_way(self.entries[request_id])

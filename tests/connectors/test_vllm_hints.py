@@ -52,7 +52,7 @@ def served(
     given = {"kv_hints": envelope(*actions)}
     request = engine.add(tokens, kv_transfer_params=given)
     engine.run()
-    found = engine.answered[request.request_id]["kvladder"]["hints"]
+    found = engine.reports[request.request_id]["hints"]
     return [(one["outcome"], one["why"]) for one in found]
 
 
@@ -96,7 +96,7 @@ def test_a_request_that_demotes_itself_leaves_host_when_it_has_finished() -> Non
     until(is_below)
     again = engine.add([*PROMPT, 99])
     engine.run()
-    assert again.request_id not in engine.answered, "without hints there is nothing to answer"
+    assert engine.reports[again.request_id] is None, "without hints there is nothing to answer"
     assert engine.loaded > 0
     engine.close()
 
@@ -139,7 +139,7 @@ def test_wrong_hints_have_an_outcome_and_change_no_request(sent: object, expecte
     engine = opened()
     request = engine.add(PROMPT, kv_transfer_params={"kv_hints": sent})
     engine.run()
-    (found,) = engine.answered[request.request_id]["kvladder"]["hints"]
+    (found,) = engine.reports[request.request_id]["hints"]
     assert found["outcome"] == "rejected"
     assert expected in found["why"]
     assert priorities(engine) == {35}
@@ -154,6 +154,6 @@ def test_hints_in_vllms_own_field_are_obeyed() -> None:
     request.kv_hints = kv_hints.KvHintsEnvelope("0.1", "m", [action])
     engine.arrive(request)
     engine.run()
-    answer = engine.answered[request.request_id]["kvladder"]["hints"]
+    answer = engine.reports[request.request_id]["hints"]
     assert answer == [{"action_id": "a", "outcome": "accepted", "why": "", "blocks": 0}]
     engine.close()

@@ -25,7 +25,7 @@ DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
 """Statistics derived from others."""
 QUANTITIES = (
     *("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients", "_requests"),
-    *("_ratio", "_money"),
+    *("_ratio", "_money", "_tokens"),
 )
 EVENTS = (
     *("_errors", "_timeouts", "_openings", "_failures", "_faults", "_messages", "_ends"),

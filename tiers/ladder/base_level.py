@@ -15,13 +15,14 @@ from kvladder.arena import Arena, Slot
 from kvladder.events import Event, Overflow, Reason, Removed, Stored
 from kvladder.keys import SMALL, BlockKey, unseen
 from kvladder.lock import BATCH, BULK_STEP, STEP, StackLock
-from kvladder.metrics import LevelStats
+from kvladder.metrics import LevelStats, MissReason
 from kvladder.notices import Notices
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
+from kvladder.tiers.ladder.records.ghosts import GhostTable, entries_for
 from kvladder.tiers.ladder.records.index import LevelIndex, P
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
@@ -170,8 +171,11 @@ class Shared:
 
     unreleased: Unreleased = field(init=False)
     """Fetches and saves that their owner lost before their release."""
+    ghosts: GhostTable = field(init=False)
+    """Blocks that left the levels, or were not taken, and why."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ghosts", GhostTable(entries_for(self.arena)))
         object.__setattr__(self, "unreleased", Unreleased(self.notices))
 
     @property
@@ -307,11 +311,16 @@ class BaseLevel(ABC, Generic[P]):
             self.forget(held, "removed")
         return len(held)
 
-    def forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
+    def forget(
+        self, keys: Sequence[BlockKey], reason: Reason, why: MissReason | None = None
+    ) -> None:
         """Hold these blocks no longer. Their readers, and fetches that pinned them, keep their
         slots.
+
+        Later misses of them are counted under ``why``; None stands for ``reason``.
         """
         if keys:
+            self.shared.ghosts.add(keys, self.name, why or reason)
             if reason != "lost":  # a lost block is counted as a miss
                 setattr(self.stats, reason, getattr(self.stats, reason) + len(keys))
             places = self.index.drop(keys, evicted=reason == "evicted")

@@ -50,8 +50,8 @@ def end_hints(connector: StepConnector, groups: VllmGroups, state: RequestState)
 
 
 def answer_of(state: RequestState) -> dict[str, Any] | None:
-    """Return the ``kv_transfer_params`` of a request's answer; None if it brought no hints."""
-    if state.hints is None:
-        return None
-    results = [result._asdict() for result in state.hints.results]
-    return {"kvladder": {"hints": results}}
+    """Return what a request's answer says of its blocks and its hints; None if nothing is asked."""
+    report = state.reported() or {}
+    if state.hints is not None:
+        report["hints"] = [result._asdict() for result in state.hints.results]
+    return report or None
