@@ -20,8 +20,9 @@ Stats = dict[str, dict[str, Any]]
 """Plain data by level or section: numbers, and mappings or lists of numbers."""
 
 DropReason = Literal[
-    "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker"
-]
+    "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker",
+    "admission",
+]  # fmt: skip
 
 AGES_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 """Upper bounds of the buckets for a block's age."""

@@ -15,9 +15,10 @@ from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
-from kvladder.units import counted
+from kvladder.units import Size, counted
 
 WATCH_S_MAX: Final = 86400
+YEAR_DAYS: Final = 365.25
 COLUMNS: Final = (
     "blocks", "capacity", "recovered", "queries", "hits", "stored", "evicted", "removed", "purged",
     "queued", "removals",
@@ -116,9 +117,23 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     for first, *cells in rows:
         aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         yield "  ".join([f"{first:{widths[0]}}", *aligned])
+    yield from _wear(levels)
     for section in ("export", "record"):
         if section in counts:
             yield f"{section}: " + ", ".join(f"{name} {n}" for name, n in counts[section].items())
+
+
+def _wear(levels: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield what each level below host writes in a day, and how long its medium lasts."""
+    for name, level in levels.items():
+        day, endurance = level.get("written_bytes_day", 0), level.get("endurance_bytes", 0)
+        if day < 1:
+            continue
+        line = f"{name}: {Size(int(day)).about()} written a day"
+        if endurance:
+            line += f", {day / endurance:.2%} of {Size(endurance).brief()}"
+            line += f": lasts {endurance / day / YEAR_DAYS:.1f} years"
+        yield line
 
 
 def _breakers(level: dict[str, Any]) -> str:
