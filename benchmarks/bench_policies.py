@@ -5,7 +5,7 @@ is known in advance. The peers' policies are simulated (``benchmarks/policies/pe
 called as a level calls it, block by block as theirs are, and once with whole prompts, where both it
 and LRU evict for all blocks of a prompt at once. ``KVLADDER_TRACES`` names a folder of traces in
 Mooncake's format; six more are generated. ``KVLADDER_SIZES`` sets the sizes, in percent of the
-blocks that a trace has.
+blocks that a trace has. Rows of an admission count the blocks written to files below host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from random import Random
 from statistics import mean
 from time import perf_counter
 
+from benchmarks.policies.admission import two_levels
 from benchmarks.policies.level import Level, keys_of, served, unbounded
 from benchmarks.policies.peers import BELADY, Outcome, peers
 from benchmarks.policies.traces import Trace, traces
 from benchmarks.row import Row
 from kvladder.keys import KEY_BYTES, BlockKey
 from kvladder.policy.adaptive import Adaptive
+from kvladder.policy.admission import AdaptiveAdmission
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.panel import NATIVE
 
@@ -31,6 +33,8 @@ SIZES = [float(one) for one in os.environ.get("KVLADDER_SIZES", "0.5,1,2,5,10,25
 """Percent of the blocks of a trace."""
 AGENTS_SIZE = 5.0
 LRU = "LRU"
+LEVELS = ((2, 10), (5, 25), (5, 50))
+"""Sizes of host and of files below it, in percent of the blocks of a trace."""
 PROMPT, ROUNDS = 256, 4000
 """Blocks of each prompt, and number of prompts, where costs are measured."""
 
@@ -44,6 +48,8 @@ class Summary:
     saved: list[float] = field(default_factory=list[float])
     evicted: list[float] = field(default_factory=list[float])
     whole: dict[str, float] = field(default_factory=dict[str, float])
+    admitted: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """Hits and writes with ``admit: adaptive``, to those with every block."""
 
 
 def rows() -> Iterator[Row]:
@@ -51,6 +57,7 @@ def rows() -> Iterator[Row]:
     summary = Summary()
     for trace in traces():
         yield from _trace(trace, summary)
+        yield from _admitted(trace, summary)
     yield from _summed(summary)
     yield from _costs()
 
@@ -148,6 +155,24 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
         )
 
 
+def _admitted(trace: Trace, summary: Summary) -> Iterator[Row]:
+    """Yield the writes to files below host with ``admit: adaptive``, to those of every block."""
+    keys, unique = keys_of(trace), trace.unique
+    for near, far in LEVELS:
+        host, files = (max(2, unique * percent // 100) for percent in (near, far))
+        every = two_levels(trace.prompts, keys, host, files, None)
+        ours = two_levels(trace.prompts, keys, host, files, AdaptiveAdmission(files))
+        hits = ours.hits / max(1, every.hits)
+        summary.admitted.append((hits, ours.writes / max(1, every.writes)))
+        yield Row(
+            name=f"policies, {trace.name}, admission, host {near} %, files {far} %",
+            unit="writes a block",
+            peer=every.writes / trace.blocks,
+            ours=ours.writes / trace.blocks,
+            note=f"hits {ours.hits / trace.blocks:.4f}, {hits:.3f} of those with every block",
+        )
+
+
 def _lost(outcome: Outcome, most: Outcome) -> float:
     """Return the number of blocks that were computed again because they had been evicted."""
     return float(most.hits - outcome.hits)
@@ -172,6 +197,15 @@ def _summed(summary: Summary) -> Iterator[Row]:
         note=f"least {to_lru[worst]:.3f} at {worst}; "
         f"{sum(ratio < 0.9995 for ratio in to_lru.values())} below LRU",
     )
+    if summary.admitted:
+        hits, writes = (mean(column) for column in zip(*summary.admitted, strict=True))
+        yield Row(
+            name="policies, admission: writes to those of every block, mean",
+            unit="ratio",
+            ours=writes,
+            goal="<= 0.94, hits >= 0.996",
+            note=f"hits {hits:.3f}, least {min(summary.admitted)[0]:.3f}",
+        )
     if summary.saved:
         yield Row(
             name=f"policies, prefill work saved at {AGENTS_SIZE:g} % on agents, to LRU",

@@ -330,4 +330,5 @@ def _spec(
         verify=any(codec.checks for codec in config.make_codecs()),
         scratch=scratch,
         shares=whole.shares(config, blocks, config.block_bytes(layout)),
+        endurance_bytes=config.endurance_bytes,
     )

@@ -23,8 +23,9 @@ Stats = dict[str, dict[str, Any]]
 """Plain data by level or section: numbers, and mappings or lists of numbers."""
 
 DropReason = Literal[
-    "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker"
-]
+    "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker",
+    "admission",
+]  # fmt: skip
 
 MissReason = Literal[
     "never_seen", "evicted", "quota", "removed", "expired", "threshold", "refused",

@@ -106,9 +106,9 @@ class EvictionPolicy(ABC):
         """Yield handles in ``pop`` order; the policy must not change meanwhile."""
 
 
-RefusalReason = Literal["rule", "room"]
-"""Why a level does not hold a block that was offered: its rule (threshold, hits, terms), or room.
-"""
+RefusalReason = Literal["rule", "room", "admission"]
+"""Why a level does not hold a block that was offered: its rule (threshold, hits, terms), room, or
+``admit: adaptive``."""
 
 
 Places = Callable[[Sequence[BlockKey]], Sequence[int | None]]

@@ -8,6 +8,7 @@ from typing import Literal
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 
 When = Literal["evict", "commit", "never"]
+Admit = Literal["all", "adaptive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +28,22 @@ class OffloadRule:
         Number of reuses after which a block is taken; 0 takes every block.
     ttl_s:
         Seconds after which the level forgets the block; None means never.
+    admit:
+        ``adaptive`` leaves out blocks that are unlikely to be read again, to save writes; see
+        ``kvladder.policy.admission``. ``all`` takes every block that the above allows.
     """
 
     min_priority: int = PRIORITY_DEFAULT
     when: When = "evict"
     min_hits: int = 0
     ttl_s: float | None = None
+    admit: Admit = "all"
 
     def __post_init__(self) -> None:
         assert PRIORITY_MIN <= self.min_priority <= PRIORITY_MAX, self.min_priority
         assert self.min_hits >= 0, self.min_hits
         assert self.ttl_s is None or self.ttl_s > 0, self.ttl_s
+        assert self.admit == "all" or self.when == "evict", self.when
 
     def admits(self, floor: int, hits: int) -> bool:
         """Return whether the level takes a block with this prefix floor and hit count."""

@@ -244,7 +244,9 @@ class _Planned(NamedTuple):
         stack = _stack(point.memory, point.disk, settings, self.policy)
         progress = ProgressLine("replay the plan")
         result = replay(self.trace, stack, ReplaySettings(settings.block_bytes), progress=progress)
-        return {"ratio": result.ratio, "hits": dict(result.hits), "policy": result.policy}
+        found = {"ratio": result.ratio, "hits": dict(result.hits), "policy": result.policy}
+        written = [result.written_bytes[level.name] for level in stack.levels]
+        return {**found, "written_bytes": sum(written)}
 
     def promise(self, checked: dict[str, Any] | None) -> list[str]:
         """Return what to buy, what it brings, and the stack that does it."""
@@ -268,6 +270,8 @@ class _Planned(NamedTuple):
             promise += f", {chosen.value:,.0f} saved and {chosen.cost:,.0f} paid a month"
         if checked is not None:
             promise += f"; replayed: {shown(checked['ratio'])} with {checked['policy']}"
+            if chosen.disk:
+                promise += f", {Size(checked['written_bytes']).about()} written to the disk"
         return [*lines, promise]
 
     def data(self, checked: dict[str, Any] | None) -> dict[str, Any]:

@@ -162,12 +162,14 @@ def _rows(results: Sequence[ReplayResult], bounds: Mapping[str, float]) -> list[
     has_seconds = first.saved_s is not None
     head = ["policy", "hits", *levels, *(f"to {name}" for name in below)]
     head += [f"s by {name}" for name in levels] if has_seconds else []
-    rows = [[*head, "no room"]]
+    has_admission = any(any(one.refused.values()) for one in results)
+    rows = [[*head, *(["left out"] if has_admission else []), "no room"]]
     for one in results:
         row = [one.policy, shown(one.ratio)]
         row += [shown(one.hits[name] / one.asked) for name in levels]
         row += [f"{Size(one.written_bytes[name]).about()}" for name in below]
         row += [f"{saved:.0f}" for saved in (one.saved_s or {}).values()]
+        row += [str(sum(one.refused.values()))] if has_admission else []
         rows.append([*row, str(one.unsaved)])
     width = len(rows[0])
     for name, ratio in bounds.items():

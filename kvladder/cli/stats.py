@@ -17,9 +17,10 @@ from kvladder.errors import ConfigError
 from kvladder.shadow.worth import as_text
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.loading.misses import NO_LEVEL
-from kvladder.units import counted
+from kvladder.units import Size, counted
 
 WATCH_S_MAX: Final = 86400
+YEAR_DAYS: Final = 365.25
 COLUMNS: Final = (
     "blocks", "capacity", "recovered", "queries", "hits", "stored", "evicted", "removed", "purged",
     "queued", "removals",
@@ -119,6 +120,7 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
         aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         yield "  ".join([f"{first:{widths[0]}}", *aligned])
     yield from _misses(counts.get("misses", {}).get("blocks", {}))
+    yield from _wear(levels)
     for section in ("export", "record"):
         if section in counts:
             yield f"{section}: " + ", ".join(f"{name} {n}" for name, n in counts[section].items())
@@ -136,6 +138,19 @@ def _misses(blocks: dict[str, dict[str, int]]) -> Iterator[str]:
             for n, reason, level in sorted(found, key=lambda one: (-one[0], one[1:]))
         ]
         yield "blocks not served: " + ", ".join(parts)
+
+
+def _wear(levels: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield what each level below host writes in a day, and how long its medium lasts."""
+    for name, level in levels.items():
+        day, endurance = level.get("written_bytes_day", 0), level.get("endurance_bytes", 0)
+        if day < 1:
+            continue
+        line = f"{name}: {Size(int(day)).about()} written a day"
+        if endurance:
+            line += f", {day / endurance:.2%} of {Size(endurance).brief()}"
+            line += f": lasts {endurance / day / YEAR_DAYS:.1f} years"
+        yield line
 
 
 def _breakers(level: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from kvladder.policy.eviction import (
     PRIORITY_MIN,
     EvictionPolicy,
 )
-from kvladder.policy.offload import OffloadRule, When
+from kvladder.policy.offload import Admit, OffloadRule, When
 from kvladder.policy.tenants import Limits
 from kvladder.schema import HOST, Address, Settings, cleared
 from kvladder.tiers.base import Tier
@@ -482,6 +482,11 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     when: When = "evict"
     """``evict`` writes a block when it leaves the level above, ``commit`` as soon as it is
     complete; ``never`` only reads."""
+    admit: Admit = "all"
+    """``adaptive`` leaves out blocks that are unlikely to be read again, so that the medium wears
+    less."""
+    endurance_bytes: Size | None = msgspec.field(name="endurance", default=None)
+    """Bytes that the medium may be written in its life, as its data sheet says; for statistics."""
     codecs: tuple[CodecConfig, ...] = ()
     """Codecs that blocks pass through on their way to the medium, in this order."""
     required: bool = False
@@ -504,6 +509,9 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         if self.when == "never" and not self.make.shared:
             hint = "expected evict or commit: only this cache writes to this tier"
             raise ConfigError("never", path="when", hint=hint)
+        if self.admit == "adaptive" and self.when != "evict":
+            hint = f"expected all, or when: evict: {self.when} writes before a block is used again"
+            raise ConfigError("adaptive", path="admit", hint=hint)
         require_chain([codec.make for codec in self.codecs])
         if self.isolate is None:
             msgspec.structs.force_setattr(self, "isolate", self._isolates)
@@ -521,7 +529,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     @property
     def rule(self) -> OffloadRule:
-        return OffloadRule(self.min_priority, self.when, self.min_hits, self.ttl_s)
+        return OffloadRule(self.min_priority, self.when, self.min_hits, self.ttl_s, self.admit)
 
     @property
     def outlives(self) -> bool:

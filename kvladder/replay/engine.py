@@ -75,6 +75,8 @@ class ReplayResult:
     written_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """After codecs."""
     evicted: dict[str, int] = field(default_factory=dict[str, int])
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    """Left out by ``admit: adaptive``."""
     unsaved: int = 0
     """Blocks that found no room, or waited for none."""
     wait_s: float = 0.0
@@ -99,7 +101,7 @@ class ReplayResult:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         names = ("policy", "requests", "asked", "hits", "written", "written_bytes", "evicted")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in (*names, "refused")}
         more = {"unsaved": self.unsaved, "wait_s": self.wait_s, "virtual_s": self.virtual_s}
         return {**found, "ratio": self.ratio, "saved_s": self.saved_s, **more}
 
@@ -270,6 +272,6 @@ class _Replayer:
                 size = self._settings.block_bytes
             result.written_bytes[level.name] = int(counts["stored"] * size)
             result.evicted[level.name] = counts["evicted"]
-            result.unsaved += sum(
-                count for name, count in counts.items() if name.startswith("dropped_")
-            )
+            dropped = {name: n for name, n in counts.items() if name.startswith("dropped_")}
+            result.refused[level.name] = dropped.pop("dropped_admission", 0)
+            result.unsaved += sum(dropped.values())

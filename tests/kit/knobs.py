@@ -69,9 +69,15 @@ class LevelKnobs:
             batch_max=batch_max,
             capacity_blocks=batch_max * random.choice((1, 2, 5, 50)),
             mean_s=random.choice((0.0, 0.01, 0.1)),
-            rule=rule,
+            rule=_admitting(rule, random),
             settings=settings,
         )
+
+
+def _admitting(rule: OffloadRule, random: Random) -> OffloadRule:
+    """Return the rule, with an admission in half of the levels that may have one."""
+    has_one = rule.when == "evict" and random.random() < 0.5
+    return replace(rule, admit="adaptive") if has_one else rule
 
 
 def _shares(blocks: int) -> Shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_rules_of_levels_are_those_of_the_configuration() -> None:
     every = run(trace, stack(30, 256)).written["memory"]
     again = run(trace, stack(30, 256, min_hits=1)).written["memory"]
     assert 0 < again < every / 2
+
+
+def test_an_admission_saves_writes_of_blocks_that_do_not_come_again() -> None:
+    """Tools come again now and then; the other prompts never do, and are most of the blocks."""
+    random, fresh = Random(9), count(400)
+    prompts: list[list[int]] = []
+    for _ in range(700):
+        tool = random.randrange(40)
+        prompts.append([*range(10 * tool, 10 * tool + 10)])
+        prompts.append([next(fresh) for _ in range(6)])
+    trace = trace_of(prompts)
+    every, ours = (
+        run(trace, stack(64, 512, when="evict", admit=admit)) for admit in ("all", "adaptive")
+    )
+    assert ours.written["memory"] < 0.8 * every.written["memory"]
+    assert ours.ratio >= 0.98 * every.ratio
+    assert (every.refused["memory"], ours.refused["host"]) == (0, 0)
+    assert ours.refused["memory"] > 0
+    assert ours.as_dict()["refused"] == ours.refused
 
 
 def test_time_to_live_is_in_the_time_of_the_trace() -> None:

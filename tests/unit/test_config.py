@@ -102,8 +102,16 @@ tiers:
 
 def test_a_level_creates_its_parts(load):
     (level,) = load(SMALL).levels
+    assert (level.rule.admit, level.endurance_bytes) == ("all", None)
     assert type(level.make_tier()) is MemoryTier
     assert type(level.make_policy()) is PrioritizedLRU
+
+
+def test_a_level_that_wears_has_an_admission_and_an_endurance(load):
+    text = SMALL.replace("capacity:", "admit: adaptive, endurance: 600 TB, capacity:")
+    (level,) = load(text).levels
+    assert level.rule == OffloadRule(admit="adaptive")
+    assert level.endurance_bytes == 600 * 10**12
 
 
 def test_a_file_may_hold_anchors_and_merges(load):

@@ -131,6 +131,11 @@ class CodecPipeline:
                 raise within("codecs", error) from error
         self._chain = Chain(codecs, layout=context.layout, find=self._settings.find)
 
+    @property
+    def is_coded(self) -> bool:
+        """True if codecs change what is stored; then ``encoded_bytes`` counts it."""
+        return not all(isinstance(one, ChecksumCodec) for one in self._settings.codecs)
+
     # ---- down
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:

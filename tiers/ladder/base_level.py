@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import compress, count
 from math import inf
 from typing import Any, Generic, Protocol
 
@@ -17,11 +17,12 @@ from kvladder.keys import SMALL, BlockKey, unseen
 from kvladder.lock import BATCH, BULK_STEP, STEP, StackLock
 from kvladder.metrics import LevelStats, MissReason
 from kvladder.notices import Notices
-from kvladder.policy.eviction import EvictionPolicy
+from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
+from kvladder.tiers.ladder.records.admission import AdmissionGate
 from kvladder.tiers.ladder.records.ghosts import GhostTable, entries_for
 from kvladder.tiers.ladder.records.index import LevelIndex, P
 from kvladder.tiers.ladder.records.meta import BlockMeta
@@ -169,6 +170,8 @@ class Shared:
     """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
     """
 
+    began_s: float = field(init=False)
+    """Loop time of the start."""
     unreleased: Unreleased = field(init=False)
     """Fetches and saves that their owner lost before their release."""
     ghosts: GhostTable = field(init=False)
@@ -176,6 +179,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ghosts", GhostTable(entries_for(self.arena)))
+        object.__setattr__(self, "began_s", self.clock.now())
         object.__setattr__(self, "unreleased", Unreleased(self.notices))
 
     @property
@@ -250,6 +254,10 @@ class BaseLevel(ABC, Generic[P]):
         self.bit = bit
         self.shared = shared
         self.stats = LevelStats()
+        self.gate: AdmissionGate | None = None
+        """Chooses among the blocks that are offered; None takes all that the rule admits."""
+        self.on_evicted: Callable[[Sequence[BlockKey]], object] | None = None
+        """Is told of blocks that were evicted to make room; None where no admission asks."""
         now = shared.clock.now
         self.index: LevelIndex[P] = LevelIndex(
             settings.policy,
@@ -268,6 +276,32 @@ class BaseLevel(ABC, Generic[P]):
             and not self.shared.refuses(meta.terms.salt)
             and meta.terms.last(self.shared.clock)
         )
+
+    def obey(self, gate: AdmissionGate) -> None:
+        """Leave out what the gate's admission does not want, from now on."""
+        self.gate = gate
+
+    def tell(self, evicted: Callable[[Sequence[BlockKey]], object]) -> None:
+        """Have ``evicted`` called with blocks that are evicted to make room."""
+        self.on_evicted = evicted
+
+    def left_out(
+        self, gate: AdmissionGate, keys: Sequence[BlockKey], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        """Return which of these blocks the admission leaves out; count them, tell the policy.
+
+        A block with a priority above the default is never left out.
+        """
+        rows = zip(keys, metas, gate.admission.wants(keys), strict=True)
+        out = [
+            not (wanted or meta.priority > PRIORITY_DEFAULT or key in self.index)
+            and self.admits(meta)
+            for key, meta, wanted in rows
+        ]
+        for meta in compress(metas, out):
+            self.stats.drop("admission", meta.priority)
+        self.index.refused([*compress(keys, out)], "admission")
+        return out
 
     def find(self, key: BlockKey) -> P | None:
         """Return the block's place, or None. A block with its time over is expired instead."""

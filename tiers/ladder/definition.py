@@ -44,3 +44,5 @@ class LevelDefinition:
     """Slots of the arena that only its codecs use."""
     shares: Shares = NO_SHARES
     """Limits to the blocks that each salt may have there."""
+    endurance_bytes: int | None = None
+    """Bytes that the medium may be written in its life, if that is known."""

@@ -86,6 +86,8 @@ class EvictingLevel(BaseLevel[int]):
         self.shared.ghosts.add(keys, self.name, why)
         places = self.index.drop(keys, evicted_s=self.shared.clock.now())
         self.stats.evicted += len(keys)
+        if self.on_evicted is not None:
+            self.on_evicted(keys)
         self.shared.events.removed(self.name, keys, "evicted")
         self._above.settled(self, keys, stored=False)
         return places

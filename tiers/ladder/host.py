@@ -13,6 +13,7 @@ from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, STEP
 from kvladder.metrics import DropReason, MissReason
+from kvladder.policy.admission import AdaptiveAdmission
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
@@ -59,6 +60,8 @@ class HostLevel(BaseLevel[Slot]):
         self.has_looked = False
         """True once ``clean`` has searched anew, without relying on its last result."""
         self._below = below
+        self.admissions: list[AdaptiveAdmission] = []
+        """Those of levels below, which are told of what is saved."""
         self._demand_blocks = 0
         self._may_go = inf
         """Upper bound of the blocks that may go now, as known since room was short."""
@@ -143,6 +146,8 @@ class HostLevel(BaseLevel[Slot]):
         self.on_drop(gone)
         self.shared.arena.release(self.index.drop(gone, evicted_s=self.shared.clock.now()))
         self.stats.evicted += len(gone)
+        if self.on_evicted is not None:
+            self.on_evicted(gone)
         self.shared.events.removed(self.name, gone, "evicted")
 
     def _within_quota(self, count: int, priority: int, salt: bytes) -> int:
@@ -227,6 +232,15 @@ class HostLevel(BaseLevel[Slot]):
         self._may_go += len(keys)
         if not stored:
             self.doubt()
+
+    def offer_again(self, keys: Sequence[BlockKey], bit: int) -> None:
+        """Offer these blocks to the level of ``bit`` once more, though it did not take them."""
+        for key in keys if self._refused else ():
+            if (refused := self._refused.get(key, 0)) & bit:
+                self._refused[key] = refused & ~bit
+                if refused == bit:
+                    del self._refused[key]
+                self.doubt()
 
     def write_through(self, keys: Sequence[BlockKey]) -> bool:
         """Queue new blocks, head first, at write-through levels; return whether some must wait."""

@@ -45,6 +45,7 @@ class Level(EvictingLevel):
     ) -> None:
         super().__init__(spec, shared, above, bit=bit)
         self.settings = spec.settings
+        self.endurance_bytes = spec.endurance_bytes
         self.pace = Pace()
         """Measured time of reads."""
         self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
@@ -95,11 +96,19 @@ class Level(EvictingLevel):
     ) -> bool:
         """Queue blocks to be written, with claims of the level's own on their slots.
 
-        Returns False if some were not taken. The level has them already (it has none of ``new``
-        blocks), does not admit them, or has an abandoned call about them. Or its queue is full and
+        Returns False if some were not taken, beside those that the admission leaves out. The level
+        has them already (it has none of ``new`` blocks), does not admit them, or has an abandoned
+        call about them. Or its queue is full and
         holds nothing less valuable: that counts as a drop, unless blocks ``stay`` in host and are
         offered again.
         """
+        if self.gate is not None and any(out := self.left_out(self.gate, keys, metas)):
+            self._above.settled(self, [*compress(keys, out)], stored=False)
+            rest = [*map(not_, out)]
+            keys, slots = [*compress(keys, rest)], [*compress(slots, rest)]
+            metas = [*compress(metas, rest)]
+            if not keys:
+                return True
         now_s, queue = self.shared.clock.now(), self.write_queue
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
         is_uniform = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
@@ -19,6 +19,8 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
+
+DAY_S: Final = 86400.0
 
 
 class StackQueries:
@@ -152,9 +154,17 @@ class StackQueries:
         return sum(known[name] for name in set(names))
 
 
+def _written_bytes(level: Level) -> int:
+    """Return the bytes written to the medium, with the tier's own beside each block."""
+    stored, pipeline = level.stats.stored, level.client.pipeline
+    plain = 0 if pipeline.is_coded else stored * level.shared.arena.slot_bytes
+    return plain + pipeline.encoded_bytes + stored * level.tier.overhead_bytes
+
+
 def level_counts(level: Level) -> dict[str, Any]:
     """Return the occupancy of a level below host and the state of its client; lock held."""
     client, pipeline = level.client, level.client.pipeline
+    passed_s, written = level.shared.clock.now() - level.shared.began_s, _written_bytes(level)
     states = {kind: BREAKER_STATES.index(state) for kind, state in client.states.items()}
     opened = {kind: breaker.opened for kind, breaker in client.breakers.items()}
     return {
@@ -167,6 +177,9 @@ def level_counts(level: Level) -> dict[str, Any]:
         "foreign": pipeline.refused[Outcome.STALE],
         "unreadable": pipeline.refused[Outcome.UNREADABLE],
         "encoded_bytes": pipeline.encoded_bytes,
+        "written_bytes": written,
+        "written_bytes_day": written / passed_s * DAY_S if passed_s > 0 else 0.0,
+        "endurance_bytes": level.endurance_bytes or 0,
         "calls_behind": client.behind,
         "breakers": states,
         "breakers_opened": opened,

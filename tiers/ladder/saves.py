@@ -160,6 +160,8 @@ class StackSaves(StackQueries, ABC):
             with self.lock:
                 stored, end = self._publish(keys, slots, end, request)
                 self.host.stats.stored += len(stored)
+                for admission in self.host.admissions:
+                    admission.saved(stored)
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
             parts.append(stored)

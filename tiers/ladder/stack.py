@@ -13,6 +13,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
+from kvladder.policy.admission import AdaptiveAdmission
 from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.schema import within
 from kvladder.tiers.ladder.base_level import BaseLevel, Expiry, Shared
@@ -23,6 +24,7 @@ from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
+from kvladder.tiers.ladder.records.admission import AdmissionGate
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST
 from kvladder.tiers.ladder.saves import StackSaves
@@ -64,6 +66,8 @@ class TierStack(StackSaves):
         ]
         self.host = HostLevel(host, shared, self.levels)
         self._all_levels: Sequence[HostLevel | Level] = (self.host, *self.levels)
+        for number, level in enumerate(self.levels, 1):
+            self._connect(level, self._all_levels[:number])
         self._told = [level for level in self._all_levels if level.index.is_told]
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
         for lifecycle in self._lifecycles:
@@ -91,6 +95,15 @@ class TierStack(StackSaves):
 
     def __repr__(self) -> str:
         return f"<TierStack: {', '.join(level.name for level in self._all_levels)}>"
+
+    def _connect(self, level: Level, hotter: Sequence[HostLevel | Level]) -> None:
+        """Make the admission of a level, if it is to have one, and tell it what happens above."""
+        if level.rule.admit == "adaptive":
+            again = partial(self.host.offer_again, bit=level.bit)
+            admission = AdaptiveAdmission(level.capacity_blocks)
+            level.obey(AdmissionGate(admission, [one.index for one in hotter], again))
+            hotter[-1].tell(admission.left)
+            self.host.admissions.append(admission)
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Open the levels one after the other; if one refuses, close those that are open.

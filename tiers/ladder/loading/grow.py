@@ -24,6 +24,7 @@ from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.loading.reads import BlockReader
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.loading.waiting import RoomWaitQueue
+from kvladder.tiers.ladder.records.admission import AdmissionGate
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.terms import HOST
 
@@ -82,8 +83,10 @@ class FetchGrower:
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         """Write-through levels that want blocks after a number of hits."""
         indexes: list[LevelIndex[Any]] = [host.index, *(level.index for level in levels)]
-        self._told = [index for index in indexes if index.is_told]
-        """Levels with policies that are told of requests."""
+        gates = [level.gate for level in levels if level.gate is not None]
+        told: list[LevelIndex[Any] | AdmissionGate] = [one for one in indexes if one.is_told]
+        self._told = [*told, *gates]
+        """Levels with policies that are told of requests, and with admissions."""
         self._asked: WeakValueDictionary[BlockKey, Fetch] = WeakValueDictionary()
         """By its last key, the fetch that these policies were told of last."""
 
