@@ -22,7 +22,7 @@ SAMPLE: Final = 2048
 """A cache of the level's size has this many sampled keys, or up to twice as many; all below."""
 SAMPLE_MIN: Final = 512
 """Below this, the sample is not thinned further."""
-KEY_COST_BYTES: Final = 1700
+KEY_COST_BYTES: Final = 1300
 """Memory that one sampled key of the level's own size takes, in all four caches together."""
 WINDOW_S: Final = 600.0
 """Time after which a new window begins; figures are those of the last one and of the running one.
@@ -233,8 +233,11 @@ class LevelShadow:
         for cache in self.caches:
             cache.offer(keys)
 
-    def thin(self, mark_of: Callable[[BlockKey], int], least: int) -> None:
-        """Follow half of the keys from now on, unless they are too few; at most 1 of 2**least."""
+    def thin(self, mark_of: Callable[[BlockKey], int], least: int, now_s: float) -> None:
+        """Follow half of the keys from now on, unless they are too few; at most 1 of 2**least.
+
+        What was counted so far is forgotten.
+        """
         before = self.shift
         enough = self._scaled(1.0) >= 2 * SAMPLE_MIN
         self.shift = max(before + enough, least)
@@ -244,10 +247,7 @@ class LevelShadow:
             cache.thin(lambda key: self.follows(mark_of(key)), self._scaled(factor))
         self._log.clear()
         self._logged, self._optimum = 0, None
-        self.window, self.before = (
-            WindowCounts(self.window.began_s),
-            WindowCounts(self.window.began_s),
-        )
+        self.window, self.before = WindowCounts(now_s), WindowCounts(now_s)
 
     def roll(self, now_s: float) -> None:
         """Begin a new window if it is time."""

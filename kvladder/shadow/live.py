@@ -234,7 +234,7 @@ class LiveShadow:
         if self.cpu_s - self._check_cpu_s > CPU_SHARE * lasted_s:
             least = 0  # a colder level follows no key that a hotter one does not
             for level in self.levels:
-                level.thin(mark_of, least)
+                level.thin(mark_of, least, now_s)
                 least = level.shift
         self._check_s, self._check_cpu_s = now_s, self.cpu_s
 

@@ -303,6 +303,7 @@ def test_more_than_its_share_of_a_processor_thins_the_sample() -> None:
             rises = True
             shadow.settle()
             rises = False
+            assert shadow.levels[0].counts().began_s == now[0]  # counts and their time begin anew
         shadow.stored(prompt)
     assert shadow.cpu_s > CPU_SHARE * CHECK_S
     after = [level.shift for level in shadow.levels]
@@ -319,8 +320,8 @@ def test_a_colder_level_follows_no_key_that_a_hotter_one_does_not() -> None:
     specs = [host_of(1 << 20), ShadowSpec("disk", 1000, PrioritizedLRU, is_written_through=True)]
     hot, cold = shadow_of(specs).levels
     assert cold.shift >= hot.shift > 0
-    hot.thin(lambda _: 0, 0)
-    cold.thin(lambda _: 0, hot.shift)
+    hot.thin(lambda _: 0, 0, 0.0)
+    cold.thin(lambda _: 0, hot.shift, 0.0)
     assert cold.shift >= hot.shift
 
 

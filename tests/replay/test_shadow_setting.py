@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
+from tests.replay.test_replay import chats
 from tests.replay.test_shadow import key_of
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
@@ -158,3 +160,33 @@ def test_the_commands_show_it(tmp_path: Path, capsys: Any) -> None:
         assert line.startswith("shadow: host 0.5x 0.500 1x 0.500 2x 0.500 4x 0.500")
         assert main(["describe", socket]) == 0
         assert "shadow: host 0.5x 0.500" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_its_own_size_is_what_a_running_cache_counts(tmp_path: Path) -> None:
+    files = {"type": "files", "path": str(tmp_path / "kv"), "capacity": "1 MiB", "when": "commit"}
+    source: dict[str, Any] = {
+        "arena": {"size": "256 KiB"},  # 64 blocks
+        "fetch": {"when": "always"},
+        "tiers": [{"type": "host"}, {**files, "segment": "256 KiB"}],
+        "shadow": True,
+    }
+    trace = chats(1, 300)
+    keys = [key_of(number) for number in range(trace.unique)]
+    found = Counter[str]()
+    with kvladder.open_cache(source, layout=LAYOUT) as cache:
+        for request in trace.requests:
+            prompt = [keys[block] for block in request.blocks]
+            fetch = cache.fetch(prompt)
+            assert fetch.wait(PATIENCE_S)
+            found.update(fetch.sources)
+            fetch.release()
+            cache.save(prompt).commit()
+            cache.touch(prompt)
+            until(cache.idle)
+        figures = cache.stats()["shadow"]
+    assert found["files"] > 0
+    for name in ("host", "files"):
+        counted = found[name] / trace.blocks
+        assert figures["hit_ratio"][name]["1"] == pytest.approx(counted, abs=0.02)
+    assert 0 < figures["reached_ratio"]["files"] <= figures["optimum_ratio"]["files"] <= 1
