@@ -20,6 +20,7 @@ from kvladder.errors import LayoutError
 from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
 from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout
+from kvladder.metrics import Missed
 
 
 class GrowingBuffer:
@@ -170,6 +171,8 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         self._parted: int | None = None
         self.began = 0
         """Version number of the model's weights when it began, see ``Prefixes``."""
+        self.missed: tuple[Missed, ...] = ()
+        """Blocks of the prompt that it did not begin with, by cause; see ``Fetch.missed``."""
 
     @property
     def certain(self) -> int:
@@ -372,6 +375,7 @@ class Prefixes:
         keys = self._scheme.chain(tokens[:-1], parent=self._scheme.root(salt=salt))
         fetch = self.manager.fetch(keys, salt=salt)
         fetch.wait()
+        cache.missed = fetch.missed
         try:
             if fetch.slots:
                 blocks = [self._views(slot) for slot in fetch.slots]

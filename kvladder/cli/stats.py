@@ -14,6 +14,7 @@ from kvladder.cli.output import say
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
+from kvladder.metrics import SECTIONS
 from kvladder.shadow.worth import as_text
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.loading.misses import NO_LEVEL
@@ -110,7 +111,7 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     arena = counts["arena"]
     yield f"{path}: {arena['free']} of {counted(arena['slots'], 'slot')} free"
     levels: dict[str, dict[str, Any]] = {
-        name: level for name, level in counts.items() if "blocks" in level
+        name: level for name, level in counts.items() if "blocks" in level and name not in SECTIONS
     }
     rows = [["", *COLUMNS, "breaker"]]
     for name, level in levels.items():

@@ -197,6 +197,7 @@ def test_prompts_begin_with_prefixes_that_others_computed(
     with Prefixes(model, stack, block_tokens=4) as prefixes:
         cache = prefixes.begin(first)
         assert cache.get_seq_length() == 0
+        assert cache.missed == (("", "never_seen", (len(first) - 1) // 4),)
         (said,) = say(model, first, cache)
         assert prefixes.keep(cache, said) == (len(said) - 1) // 4
         assert prefixes.keep(cache, said) == 0
@@ -205,6 +206,7 @@ def test_prompts_begin_with_prefixes_that_others_computed(
     with Prefixes(model, stack, block_tokens=4) as prefixes:  # another process would do the same
         cache = prefixes.begin(second, rows=rows)
         assert cache.get_seq_length() == 28  # of 30 that they share
+        assert [one.reason for one in cache.missed] == ["never_seen"]
         assert say(model, second, cache, **WAYS[way]) == expected
         assert prefixes.begin(said).get_seq_length() == (len(said) - 1) // 4 * 4
         assert prefixes.begin(first[:29]).get_seq_length() == 28

@@ -272,7 +272,7 @@ def test_columns_of_statistics_do_not_run_together():
         "a-level-with-a-long-name": level,
         "nvme": {**level, "blocks": 1, "breakers": states},
     }
-    _, header, *rows = _table("socket", counts)
+    first, header, *rows = _table("socket", counts)
     assert header.split() == [*COLUMNS, "breaker"]
     for row, name in zip(rows, ("a-level-with-a-long-name", "nvme"), strict=True):
         cells = re.split(" {2,}", row)
@@ -280,3 +280,7 @@ def test_columns_of_statistics_do_not_run_together():
         assert len(cells) == len(COLUMNS) + 2
     assert rows[1].endswith("  open: get, open: put")
     assert len({len(line) for line in (header, *rows)}) == 1
+    misses = {"none": {"never_seen": 812}, "nvme": {"late": 4, "evicted": 96}}
+    *same, last = _table("socket", {**counts, "misses": {"blocks": misses}})
+    assert same == [first, header, *rows]
+    assert last == "blocks not served: 812 never_seen, 96 evicted (nvme), 4 late (nvme)"
