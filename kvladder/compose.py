@@ -25,11 +25,13 @@ from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.preflight import warn_at_start
 from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
+from kvladder.shadow.live import LiveShadow
+from kvladder.shadow.start import begin_shadow, make_shadow
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import PipelineSettings, told_apart
 from kvladder.tiers.context import Clock
 from kvladder.tiers.fields import told
-from kvladder.tiers.ladder.base_level import EventBuffer, Shared
+from kvladder.tiers.ladder.base_level import AccessListener, EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.level import Level
@@ -100,7 +102,10 @@ def open_manager(
         aside = [arena.set_aside(count) for count in scratch]
         fields = told(named.all_fields, salt=config.block.salt)
         clock, both = SystemClock(), list(zip(edges, aside, strict=True))
-        stack = build_stack(config, layout, arena, both, fields, post=runtime.post, clock=clock)
+        shadow = make_shadow(config, layout, clock, post=runtime.post)
+        stack = build_stack(
+            config, layout, arena, both, fields, post=runtime.post, clock=clock, listener=shadow
+        )
         runtime.post(stack.lock.be_patient)
         publisher = _publisher(config, layout, stack, device)
         if publisher is not None:
@@ -140,7 +145,11 @@ def _admit(
     *,
     serves: bool,
 ) -> None:
-    """Begin what uses the cache beside the engine: the control socket and the export."""
+    """Begin what uses the cache beside the engine: the shadow, the control socket, the export."""
+    shadow = stack.shared.listener
+    if isinstance(shadow, LiveShadow):
+        begin_shadow(shadow, config, manager.layout, stack)
+        manager.report("shadow", shadow.stats, shadow.describe)
     if config.control.path is not None:
         path = socket_path(config.control.path, instance)
         manager.admit(ControlServer(path, manager, runtime, say=stack.shared.notices.say))
@@ -160,12 +169,14 @@ def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
         raise ConfigError("has no effect here", path="gpu", hint=hint)
     if config.record.path is not None and (pools or serves):
         raise unrecorded("a cache server's clients" if serves else "pools on the device")
+    if config.shadow.enabled and (pools or serves):
+        raise unrecorded("a cache server's clients" if serves else "pools on the device", "shadow")
 
 
-def unrecorded(what: str) -> ConfigError:
+def unrecorded(what: str, section: str = "record") -> ConfigError:
     """Return the error for a recording of ``what``, which look up only parts of their prompts."""
     hint = f"leave it out: {what} look up parts of prompts, so requests cannot be told"
-    return ConfigError("has no effect here", path="record", hint=hint)
+    return ConfigError("has no effect here", path=section, hint=hint)
 
 
 def _recorder(
@@ -254,10 +265,11 @@ def build_stack(
     post: Post,
     clock: Clock,
     make_tier: Callable[[LevelConfig], Tier] = LevelConfig.make_tier,
+    listener: AccessListener | None = None,
 ) -> TierStack:
     """Build the stack, not yet opened; ``edges`` has codecs and scratch slots for each level.
 
-    ``make_tier`` returns the tier of each level below host.
+    ``make_tier`` returns the tier of each level below host. ``listener`` hears what requests use.
     """
     lock = StackLock()
     shared = Shared(
@@ -267,6 +279,7 @@ def build_stack(
         events=EventBuffer(config.events.max, post=post),
         notices=Notices(clock.now, held=lock.held, post=post),
         fields=fields,
+        listener=listener,
     )
     host = HostSettings(
         name=config.host.name,

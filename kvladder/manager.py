@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvladder.arena import Arena
 from kvladder.errors import ClosedError
@@ -16,12 +17,13 @@ from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import Stats
+from kvladder.metrics import Missed, Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
+from kvladder.portal import Closing, Portal
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S
@@ -29,6 +31,7 @@ from kvladder.tiers.ladder.batched import BatchedFetch as BatchedFetch
 from kvladder.tiers.ladder.batched import BatchedSave as BatchedSave
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.client import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.commands import StackCommands
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import PrefetchSet as PrefetchSet
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
@@ -36,7 +39,7 @@ from kvladder.tiers.ladder.queries import level_counts
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
-from kvladder.tiers.ladder.stack import Post, TierStack
+from kvladder.tiers.ladder.stack import TierStack
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -48,36 +51,6 @@ SET_MAX = BATCH
 """Largest number of blocks in one ``fetch_set``."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """Time limit of closing after the flush. All levels close at once, each with its own time limit."""
-
-
-class Portal(Protocol):
-    """What a manager needs of the loop thread; ``kvladder.runtime.Runtime`` implements it."""
-
-    @property
-    def post(self) -> Post:
-        """See ``Runtime.post``."""
-        ...
-
-    def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """See ``Runtime.call``."""
-        ...
-
-    @property
-    def faults(self) -> int:
-        """See ``Runtime.faults``."""
-        ...
-
-    def close(self, *, timeout_s: float = 2.0) -> None:
-        """See ``Runtime.close``."""
-        ...
-
-
-class Closing(Protocol):
-    """Something that is closed together with a manager."""
-
-    def close(self) -> None:
-        """Close it."""
-        ...
 
 
 class Lookup(NamedTuple):
@@ -122,7 +95,10 @@ class CacheManager:
         """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
         self._description = description
         self._publisher = publisher
-        self._limits = limits
+        self.limits = limits
+        """Limits on the priorities that a request may ask for."""
+        self.commands = StackCommands(stack)
+        """Commands about blocks that the levels hold."""
         self._pid = os.getpid()
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased
@@ -130,6 +106,7 @@ class CacheManager:
         self._saves = SlotAdmission(1, self._clock, lost)
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._described: list[Callable[[], Sequence[str]]] = []
         self.sessions = Sessions()
         """The sessions' blocks, as far as engines name sessions."""
         self._closed = False
@@ -154,10 +131,18 @@ class CacheManager:
         """Return how many leading ``keys`` to fetch: all, if a shared tier must be asked."""
         return self._stack.reach(keys, self._bits(levels))
 
-    def missed(self, blocks: int) -> None:
-        """Count ``blocks`` looked-up blocks as not found. Fetches count their own blocks."""
+    def missed(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
+    ) -> tuple[Missed, ...]:
+        """Count looked-up blocks as not found, and return them by cause, in order.
+
+        ``keys`` begin with the first block of a prefix that was not found in ``levels``. Fetches
+        count their own blocks: see ``Fetch.missed``.
+        """
+        loader, bits = self._stack.loader, self._bits(levels)
         with self._stack.lock:
-            self._stack.loader.count(blocks, 0, 0, {})
+            loader.count(len(keys), 0, 0, {})
+            return loader.missed(keys, 0, loader.misses.cause(keys[0], bits)) if keys else ()
 
     def fetch(
         self,
@@ -229,8 +214,10 @@ class CacheManager:
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
         with self._stack.lock:
+            found = self._stack.loader.fetchable(unique, bits)
+            self._stack.loader.misses.left_out(unique, found, bits)
             fetch = SetFetch(
-                self._stack.loader.fetchable(unique, bits),
+                found,
                 stack=self._stack.loader,
                 shared=self._stack.shared,
                 deadline_s=self._stack.shared.clock.now() + within_s,
@@ -367,18 +354,18 @@ class CacheManager:
     ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
         """Return priorities and durations within ``limits``; count and report those above."""
         require_one_each(blocks, priorities=priorities, durations_s=durations_s)
-        if priorities is None or self._limits == NO_LIMITS:
+        if priorities is None or self.limits == NO_LIMITS:
             return priorities, durations_s
-        said, lasting, count = self._limits.clipped(
+        said, lasting, count = self.limits.clipped(
             [checked_priority(one) for one in priorities],
             None if durations_s is None else [checked_duration(one) for one in durations_s],
         )
         if count:
             with self._stack.lock:
                 self._stack.host.index.clipped += count
-            most = "no limit" if self._limits.pin_s == inf else f"{self._limits.pin_s:g} s"
+            most = "no limit" if self.limits.pin_s == inf else f"{self.limits.pin_s:g} s"
             what = f"{count} blocks exceeded their limits and were reduced to them:"
-            limits = f"limits.priority {self._limits.priority}, limits.pin {most}"
+            limits = f"limits.priority {self.limits.priority}, limits.pin {most}"
             self._stack.shared.notices.say("limits", f"{what} {limits}")
         return said, lasting
 
@@ -516,6 +503,7 @@ class CacheManager:
             found: Stats = {stack.host.name: host}
             for level, own in zip(stack.levels, said, strict=True):
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
+            found["misses"] = stack.loader.misses.as_dict(self.layout.block_tokens)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             lost = self._unreleased.counts.total()
             found["loop"] = {"faults": self._portal.faults, "unreleased": lost}
@@ -529,7 +517,9 @@ class CacheManager:
     def describe(self) -> str:
         """Return the resolved configuration as text, and the levels that are left out now."""
         out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
-        return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
+        now = chain.from_iterable(lines() for lines in self._described)
+        left = (f"{name} is left out: {why}" for name, why in out)
+        return "\n".join([self._description, *now, *left])
 
     def idle(self) -> bool:
         """Return whether no level has anything left to write."""
@@ -544,9 +534,18 @@ class CacheManager:
         """Register ``guest``, which uses this cache, to be closed before it."""
         self._guests.append(guest)
 
-    def report(self, section: str, counts: Callable[[], dict[str, Any]]) -> None:
-        """Add ``section`` to ``stats``: what ``counts`` returns. Any thread may call ``counts``."""
+    def report(
+        self,
+        section: str,
+        counts: Callable[[], dict[str, Any]],
+        lines: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Add ``section`` to ``stats``: what ``counts`` returns, and ``lines`` to ``describe``.
+
+        Any thread may call both.
+        """
         self._sections[section] = counts
+        self._described.append(lines)
 
     def flush(self, *, timeout_s: float) -> bool:
         """Write blocks that only host holds to levels that outlive it; return False on timeout."""

@@ -6,12 +6,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-SECTIONS: Final = ("arena", "copies", "export", "loop", "preemption", "rebalance", "record")
+SECTIONS: Final = (
+    *("arena", "copies", "export", "hints", "loop", "misses", "preemption", "rebalance", "record"),
+    "shadow",
+)
 """Sections of statistics that are not levels; no level may have these names."""
 POOL: Final = "gpu."
 """Prefix of the sections of the device's pools; a group's name follows."""
@@ -23,6 +26,32 @@ DropReason = Literal[
     "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker",
     "admission",
 ]  # fmt: skip
+
+MissReason = Literal[
+    "never_seen", "evicted", "quota", "removed", "expired", "threshold", "refused",
+    "lost", "damaged", "foreign", "unreadable", "failed", "unavailable",
+    "slower", "sampled", "late", "room", "saving", "levels", "ended",
+    "unsearched",
+]  # fmt: skip
+"""Reason why a requested block was not served; ``docs/reference/misses.md`` explains each."""
+
+
+class MissCause(NamedTuple):
+    """Why a block is not served, and the level that caused it; empty if no single level did."""
+
+    level: str
+    reason: MissReason
+
+
+class Missed(NamedTuple):
+    """Consecutive blocks of a request that were not served for one cause."""
+
+    level: str
+    reason: MissReason
+    blocks: int
+
+
+NEVER_SEEN: Final = MissCause("", "never_seen")
 
 AGES_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 """Upper bounds of the buckets for a block's age."""

@@ -13,7 +13,7 @@ import pytest
 
 from kvladder.config.registry import BUILT_IN
 from kvladder.config.stack import load_config
-from kvladder.metrics import DropReason
+from kvladder.metrics import DropReason, MissReason
 from kvladder.publishing.exposition import METRICS
 from tests.patience import PATIENCE_S
 
@@ -172,6 +172,11 @@ def test_every_tier_is_in_the_table():
 def test_every_reason_for_a_drop_is_explained():
     named = set(get_args(DropReason))
     assert {reason for reason, *_ in rows(METRICS_PAGE, "Why blocks are dropped")} == named
+
+
+def test_every_reason_for_a_miss_is_explained():
+    named = set(get_args(MissReason))
+    assert {reason for reason, *_ in rows("docs/reference/misses.md", "The reasons")} == named
 
 
 def test_decisions_have_numbers_of_their_own():

@@ -28,6 +28,10 @@ class SystemClock:
         """Return seconds since the epoch."""
         return time.time()  # the one place that reads the wall clock
 
+    def cpu(self) -> float:
+        """Return processor seconds of the calling thread."""
+        return time.thread_time()
+
 
 class CallBatch(Generic[T]):
     """A batch of calls for threads; ``ended`` is set, on the caller's loop, when all have ended."""

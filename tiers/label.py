@@ -421,6 +421,10 @@ class LevelRead(Read):
         """Outcome of ``check``, None before it; and how the block is encoded if that is GOOD."""
         return self._outcome, self._coding
 
+    def refuse(self, outcome: Outcome) -> None:
+        """Record why the level does not use what came, though ``check`` may have passed."""
+        self._outcome = outcome
+
 
 def all_plain(reads: Sequence[LevelRead], labels: Labels) -> bool:
     """Return whether all reads were checked and good, and stored without codecs. Runs in C."""

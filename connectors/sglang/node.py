@@ -92,7 +92,7 @@ class CacheServer:
         """Return how many leading pages are worth fetching; count a miss if there are none."""
         found = self.manager.reach(batch.names)
         if not found:
-            self.manager.missed(len(batch.keys))
+            self.manager.missed(batch.names)
         return found
 
     def holding(self, batch: PageBatch) -> list[bool]:

@@ -322,8 +322,8 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._decides.finished(request)
-        return False, None
+        report = self._decides.finished(request)
+        return False, None if report is None else {"kvladder": report}
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -103,6 +103,8 @@ class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
     prefetch: tuple[SessionName, ...] = ()
     """Sessions that will soon send their next request."""
     tiers: Tiers = Tiers()
+    report: bool = False
+    """True if its answer says where its prompt came from, and why the rest was computed."""
     save: bool | None = None
     """True if its blocks are saved. None saves them, unless the engine is a consumer."""
     save_decode: bool | None = None

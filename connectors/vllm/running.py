@@ -16,6 +16,7 @@ from kvladder.connectors.vllm.lost import LostLoads
 from kvladder.connectors.vllm.reports.events import KVEvents, NoKVEvents
 from kvladder.connectors.vllm.requests.answers import Answers
 from kvladder.connectors.vllm.requests.computing import Computing
+from kvladder.connectors.vllm.requests.hints import answer_of, begin_hints, end_hints
 from kvladder.connectors.vllm.requests.sessions import begin_in_session, end_in_session
 from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
@@ -124,11 +125,13 @@ class RunningScheduler:
         self.settle()
         policy, items = self._policies.of(request), self._contents.of(request)
         policy = begin_in_session(self.connector, self._policies, request, policy)
+        policy, hints = begin_hints(self.connector, request, policy)
         state = RequestState(
             request,
             self._groups,
             items=items,
             policy=policy,
+            hints=hints,
             mark=lambda: self._weights.mark,
             describe=self.events.describe,
         )
@@ -248,11 +251,14 @@ class RunningScheduler:
         blocks = Counter(kinds[name] for name in ([] if state is None else state.sources))
         return Counter({kind: n * self._groups.main.tokens for kind, n in blocks.items()})
 
-    def finished(self, request: Any) -> None:
-        """Forget a request that has finished or was aborted; its copies in flight still end."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request that has finished or was aborted; its copies in flight still end.
+
+        Returns the report for its answer, None if it has none.
+        """
         state = self._states.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         if self._recorder is not None:
             output = request.num_tokens - request.num_prompt_tokens
             self._recorder.finished(request.request_id, self._prompt(state), output)
@@ -260,10 +266,12 @@ class RunningScheduler:
         self._computing.expect(state, 0)
         if self._answers.named(state):
             end_in_session(self.connector, self._groups, state)
+            end_hints(self.connector, self._groups, state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 # blocks are saved head first; after this the tail is evicted first
                 self.connector.manager.touch(keys, session=state.policy.session)
+        return answer_of(state)
 
     def _prompt(self, state: RequestState) -> list[BlockKey]:
         """Return the keys of the main group's blocks of a prompt; none if they have no names."""

@@ -14,7 +14,9 @@ from kvladder.cli.output import say
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
+from kvladder.shadow.worth import as_text
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
+from kvladder.tiers.ladder.loading.misses import NO_LEVEL
 from kvladder.units import Size, counted
 
 WATCH_S_MAX: Final = 86400
@@ -117,10 +119,25 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     for first, *cells in rows:
         aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         yield "  ".join([f"{first:{widths[0]}}", *aligned])
+    yield from _misses(counts.get("misses", {}).get("blocks", {}))
     yield from _wear(levels)
     for section in ("export", "record"):
         if section in counts:
             yield f"{section}: " + ", ".join(f"{name} {n}" for name, n in counts[section].items())
+    shadow = counts.get("shadow", {})
+    for name in shadow.get("hit_ratio", ()):
+        yield f"shadow: {as_text(name, shadow)}"
+
+
+def _misses(blocks: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Yield a line with the blocks that were not served by reason, most of them first."""
+    found = [(n, reason, level) for level, each in blocks.items() for reason, n in each.items()]
+    if found:
+        parts = [
+            f"{n} {reason}" + (f" ({level})" if level != NO_LEVEL else "")
+            for n, reason, level in sorted(found, key=lambda one: (-one[0], one[1:]))
+        ]
+        yield "blocks not served: " + ", ".join(parts)
 
 
 def _wear(levels: dict[str, dict[str, Any]]) -> Iterator[str]:

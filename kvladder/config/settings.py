@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import msgspec
 
 from kvladder.config import registry
+from kvladder.config.shadow import ShadowConfig
 from kvladder.errors import ConfigError
 from kvladder.layout import Kind, Layout
 from kvladder.policy.eviction import (
@@ -299,6 +300,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     control: ControlConfig = ControlConfig()
     export: ExportConfig = ExportConfig()
     record: RecordConfig = RecordConfig()
+    shadow: ShadowConfig = ShadowConfig()
     limits: LimitsConfig = LimitsConfig()
     quota: QuotaConfig = QuotaConfig()
 

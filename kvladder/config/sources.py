@@ -172,6 +172,8 @@ def _gather(
     for section, key in (("control", "path"), ("record", "path"), ("block", "size")):
         if isinstance(found.raw.get(section), str | int):
             found.raw[section] = {key: found.raw[section]}
+    if isinstance(found.raw.get("shadow"), bool | str):
+        found.raw["shadow"] = {"enabled": found.raw["shadow"]}
 
 
 def _plain(

@@ -15,7 +15,7 @@ from kvladder.config.settings import ExportConfig
 from kvladder.errors import ClosedError, ConfigError, TierError
 from kvladder.export.cache import CacheOffers
 from kvladder.export.link import EXPORTER, LISTENER, OFFERS, Serve
-from kvladder.manager import Portal
+from kvladder.portal import Portal
 from kvladder.schema import within
 from kvladder.tiers.isolated.process import START_S
 

@@ -4,23 +4,21 @@
 indexed tree over the times of last use as by Bennett and Kruskal (1975): one pass gives the hits of
 an LRU cache of every size. Above ``EXACT_MAX`` accesses only blocks with a small hash are followed,
 and sizes are scaled, as in SHARDS (Waldspurger et al., FAST 2015). ``belady`` is the greedy optimum
-that knows the future: it evicts the block used furthest in the future, of one request the last one.
+that knows the future.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvladder.policy.belady import belady as belady
 from kvladder.traces.reader import Trace
 
 EXACT_MAX: Final = 1_500_000
 """Largest number of accesses that are all followed: it takes some ten seconds."""
-NEVER: Final = 1 << 60
 _MIX: Final = 0x9E3779B97F4A7C15
 
 
@@ -85,34 +83,3 @@ def lru_hits(trace: Trace, *, exact_max: int = EXACT_MAX) -> LruCurve:
     share = times / total if total else 1.0
     found = np.sort(np.asarray(distances, np.int64))
     return LruCurve(found, total, followed or 1.0, share or 1.0)
-
-
-def belady(requests: Sequence[Sequence[int]], unique: int, capacity: int) -> int:
-    """Return the hits, leading blocks of prompts, of a cache that knows the future."""
-    upcoming = [NEVER] * unique
-    uses: list[list[int]] = []
-    for number in range(len(requests) - 1, -1, -1):
-        blocks = requests[number]
-        uses.append([upcoming[block] for block in blocks])
-        for block in blocks:
-            upcoming[block] = number
-    uses.reverse()
-    kept: dict[int, tuple[int, int]] = {}
-    order: list[tuple[int, int, int]] = []
-    hits = 0
-    for blocks, nexts in zip(requests, uses, strict=True):
-        for block in blocks:
-            if block not in kept:
-                break
-            hits += 1
-        for depth, (block, then) in enumerate(zip(blocks, nexts, strict=True)):
-            if then == NEVER:  # never used again
-                kept.pop(block, None)
-                continue
-            kept[block] = then, depth
-            heappush(order, (-then, -depth, block))
-        while len(kept) > capacity:
-            then, depth, block = heappop(order)
-            if kept.get(block) == (-then, -depth):
-                del kept[block]
-    return hits

@@ -34,6 +34,7 @@ from kvladder.replay.virtual import (
     run_inline,
 )
 from kvladder.tiers.codecs.pipeline import PipelineSettings
+from kvladder.tiers.ladder.base_level import AccessListener
 from kvladder.tiers.ladder.stack import TierStack
 from kvladder.traces.reader import Trace, TraceRequest
 
@@ -111,8 +112,11 @@ def replay(
     settings: ReplaySettings,
     *,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
+    listener: AccessListener | None = None,
 ) -> ReplayResult:
     """Replay a trace over the levels of ``config``; ``progress`` gets requests done and all.
+
+    ``listener`` hears what requests use.
 
     Raises
     ------
@@ -124,7 +128,7 @@ def replay(
     layout = Layout(trace.block_tokens, settings.block_bytes)
     config.check(layout)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_Replayer(trace, config, settings, layout).run(progress))
+        return runner.run(_Replayer(trace, config, settings, layout, listener).run(progress))
 
 
 def with_policy(config: StackConfig, name: str) -> StackConfig:
@@ -137,12 +141,18 @@ class _Replayer:
     """One replay, inside a virtual loop."""
 
     def __init__(
-        self, trace: Trace, config: StackConfig, settings: ReplaySettings, layout: Layout
+        self,
+        trace: Trace,
+        config: StackConfig,
+        settings: ReplaySettings,
+        layout: Layout,
+        listener: AccessListener | None,
     ) -> None:
         self._trace = trace
         self._config = config
         self._settings = settings
         self._layout = layout
+        self._listener = listener
         numbers = range(trace.unique)
         self._keys = [BlockKey(blake2b(b"%d" % n, digest_size=32).digest()) for n in numbers]
         named = {config.host.policy: None, **{level.policy: None for level in config.levels}}
@@ -183,7 +193,15 @@ class _Replayer:
             config, events=msgspec.structs.replace(config.events, max=0, publish=None, replay=None)
         )
         stack = build_stack(
-            quiet, layout, arena, edges, {}, post=loop.call_soon, clock=clock, make_tier=self._tier
+            quiet,
+            layout,
+            arena,
+            edges,
+            {},
+            post=loop.call_soon,
+            clock=clock,
+            make_tier=self._tier,
+            listener=self._listener,
         )
         small = Layout(layout.block_tokens, VIEW_BYTES)
         space = small.namespace()

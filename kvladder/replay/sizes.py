@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from kvladder.errors import ConfigError
 from kvladder.layout import align
+from kvladder.policy.prices import GIB, MONTH_S
+from kvladder.policy.prices import Prices as Prices
 from kvladder.traces.reader import Trace
 from kvladder.units import Size, counted
 
-MONTH_S: Final = 365.25 / 12 * 86400
-GIB: Final = 1 << 30
 STEPS: Final = 2
 """Sizes looked at for each doubling."""
 PROMPTS_MIN: Final = 2
@@ -30,23 +30,6 @@ SMALLEST_TRACE_S: Final = 1.0
 
 Hits = Callable[[float], float]
 """Returns the blocks found in a cache of a size in blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices in one currency; None where none is given."""
-
-    memory: float | None = None
-    """Of a GiB of memory for a month."""
-    disk: float | None = None
-    """Of a GiB of disk for a month."""
-    gpu: float | None = None
-    """Of an hour of the device that computes prompts."""
-
-    @property
-    def whole(self) -> bool | None:
-        """True if all are given, else None."""
-        return None if None in (self.memory, self.disk, self.gpu) else True
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Request:
         self.mm_features: list[Any] = []
         self.prompt_embeds: Any = None
         self.kv_transfer_params: Mapping[str, Any] | None = None
+        self.kv_hints: Any = None
         self.hash()
 
     @property
@@ -179,6 +180,8 @@ class Engine:
         self.half = self.scheduler.start(described, handed_over=handed_over)
         self.free = list(range(1, blocks))
         self.entries: dict[str, Entry] = {}
+        self.reports: dict[str, dict[str, Any] | None] = {}
+        """What the answer of each request says of its prompt."""
         self.loaded = 0
         self.read = 0
         self.steps = 0
@@ -194,17 +197,23 @@ class Engine:
     ) -> Request:
         request = Request(f"r{len(self.entries)}-{self.steps}", tokens)
         request.kv_transfer_params = kv_transfer_params
-        self.entries[request.request_id] = Entry(request, length or len(tokens) + 1)
-        self.half.arrived(request)
+        self.arrive(request, length)
         return request
+
+    def arrive(self, request: Request, length: int | None = None) -> None:
+        self.entries[request.request_id] = Entry(request, length or len(request.tokens) + 1)
+        self.half.arrived(request)
 
     def abort(self, request_id: str) -> None:
         entry = self.entries[request_id]
-        self.half.finished(entry.request)
+        self._finished(entry.request)
         if entry.state == "loading":
             entry.state = "aborted"  # its blocks are still being written to
         else:
             self._drop(entry)
+
+    def _finished(self, request: Request) -> None:
+        self.reports[request.request_id] = self.half.finished(request)
 
     def preempt(self, request_id: str) -> None:
         self._give_way(self.entries[request_id])
@@ -409,7 +418,7 @@ class Engine:
                 request.tokens.append(self.random.randrange(50))
                 request.hash()
                 if request.num_tokens >= entry.length:
-                    self.half.finished(request)
+                    self._finished(request)
                     self._drop(entry)
         for request_id in [request_id for rank in received for request_id in rank]:
             entry = self.entries[request_id]

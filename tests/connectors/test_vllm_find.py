@@ -32,6 +32,8 @@ NAMED = {key(group, block): (group, block) for group in range(4) for block in ra
 class FakeMatch:
     """The blocks found by a lookup; some of them turn out to be lost."""
 
+    missed = ()
+
     def __init__(self, cache: FakeCache, keys: Sequence[BlockKey]) -> None:
         self._cache = cache
         blocks = [NAMED[one] for one in keys]

@@ -213,3 +213,37 @@ def test_a_pinned_block_outlasts_blocks_that_are_used_more() -> None:
     index = engine.half.connector.manager._stack.host.index
     assert {index.priority(place) for place in index.victims()} == {100}
     engine.close()
+
+
+def test_a_report_tells_where_a_prompt_came_from_and_why_the_rest_was_computed() -> None:
+    source = {"arena": {"size": "64 KiB"}, "tiers": [{"type": "host"}]}
+    engine = Engine(source)
+    report = {"kvladder": {"report": True}}
+    manager = engine.half.connector.manager
+
+    def asked(tokens: list[int]) -> dict[str, Any]:
+        request = engine.add(tokens, kv_transfer_params=report)
+        engine.run()
+        found = engine.reports[request.request_id]
+        assert found is not None
+        missed = sum(one["tokens"] for one in found["missed"])
+        told = found["engine_tokens"] + found["served_tokens"] + missed
+        assert told == found["asked_tokens"] == (len(tokens) - 1) // 4 * 4
+        return found
+
+    tokens = [*range(100, 133)]
+    unseen = asked(tokens)
+    assert unseen["missed"] == [{"reason": "never_seen", "level": None, "tokens": 32}]
+    again = asked(tokens)
+    assert again["served_from"] == {"host": again["served_tokens"]}
+    assert again["served_tokens"] == 32
+    manager.remove([*manager._stack.host.index])
+    gone = asked([*tokens, *range(7)])
+    assert [one["reason"] for one in gone["missed"]] == ["removed", "never_seen"]
+    assert gone["missed"][0] == {"reason": "removed", "level": "host", "tokens": 32}
+    counts = manager.stats()["misses"]["blocks"]
+    assert counts["host"]["removed"] * 4 == 32
+    plain = engine.add(tokens)
+    engine.run()
+    assert engine.reports[plain.request_id] is None
+    engine.close()

@@ -1,4 +1,7 @@
-"""A pytest plugin: ``--durations-file`` appends the seconds and the name of each test to a file."""
+"""A pytest plugin: ``--durations-file`` appends the seconds and the name of each test to a file.
+
+Skipped tests are left out, so the file lists the tests that ran.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,23 @@ import pytest
 
 
 class Durations:
-    """Adds up setup, call and teardown of each test, in other processes too."""
+    """Adds up setup, call and teardown of each test that ran, in other processes too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
+        if report.skipped:
+            self._skipped.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             for test, seconds in self._seconds.items():
-                file.write(f"{seconds:.2f}\t{test}\n")
+                if test not in self._skipped:
+                    file.write(f"{seconds:.2f}\t{test}\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

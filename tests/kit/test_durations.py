@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_each_test_is_recorded_once_and_after_those_before(
+def test_each_test_that_ran_is_recorded_once_and_after_those_before(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -18,6 +18,7 @@ def test_each_test_is_recorded_once_and_after_those_before(
         test_it="import pytest, time\n"
         "@pytest.fixture\ndef slow(): time.sleep(0.2)\n"
         "def test_fast(): pass\ndef test_slow(slow): time.sleep(0.3)\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
     file = pytester.path / "durations.tsv"
     file.write_text("1.00\tearlier\n")

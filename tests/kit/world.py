@@ -26,6 +26,7 @@ from kvladder.tiers.ladder.client import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.mirror import plain
+from tests.kit.misses import Misses
 from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
 from tests.kit.tenants import Claims, Others
 from tests.kit.wishes import NO_WISHES, SALT, Purge, Wishes
@@ -63,6 +64,7 @@ class World:
         self._open()
 
     def _open(self) -> None:
+        self.misses = Misses()
         self.loop = SimLoop(self._seed)
         self.tiers = [
             (SharedFakeTier if level.shared else FakeTier)(
@@ -160,6 +162,7 @@ class World:
             dict(self.model.allowed),
             session=name,
         )
+        self.misses.asked(request.fetch)
         self.claims.met(name, keys)
         self.requests.append(request)
         self.note(f"begin {request.name}: {number}/{length} at {priority}, {lookup}")
@@ -173,6 +176,8 @@ class World:
         deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
         fetch = self.manager.fetch_set(keys, deadline_s=deadline_s, levels=levels)
         assert {key for key, is_here in zip(keys, here, strict=True) if is_here} >= {*fetch.keys}
+        self.misses.left_out(len({*keys}) - len(fetch.keys))
+        self.misses.asked(fetch)
         self._names += 1
         until_s = self.loop.time() + deadline_s
         allowed = dict(self.model.allowed)
@@ -481,6 +486,7 @@ class World:
         for level, tier in zip(self.cache.levels, self.tiers, strict=True):
             self._check_level(level, tier)
         self._check_contained()
+        self.misses.check(self.cache)
         self._replay()
 
     def _check_contained(self) -> None:

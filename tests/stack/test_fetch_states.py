@@ -11,6 +11,7 @@ import pytest
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
+from kvladder.metrics import MissCause, Missed
 from kvladder.tiers.ladder.loading.fetch import Fetch, FetchState, SetFetch
 from tests.kit.source import ROOT
 
@@ -58,6 +59,10 @@ class Trial:
     def discard(self, keys: Sequence[BlockKey]) -> None:
         del keys
 
+    def missed(self, keys: Sequence[BlockKey], first: int, cause: MissCause) -> tuple[Missed, ...]:
+        assert not self.fetch.missed, "the blocks were counted before"
+        return (Missed(*cause, len(keys) - first),)
+
     # ---- calls of the loader and the engine
 
     def _pin(self) -> Slot:
@@ -92,7 +97,7 @@ class Trial:
         index = self._waited()
         if index is not None:
             was_asking = self.fetch.asking
-            self.fetch.failed(index)
+            self.fetch.failed(index, MissCause("files", "lost"))
             assert self.fetch.asking == (was_asking and self.kind is SetFetch)
 
     def wait(self) -> None:

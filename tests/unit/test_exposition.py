@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from kvladder.export.cache import EngineOffers
+from kvladder.keys import BlockKey
 from kvladder.metrics import DISTANCES, SECTIONS
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.prices import Prices
 from kvladder.publishing.exposition import METRICS, samples
+from kvladder.shadow.level import ShadowSpec
+from kvladder.shadow.live import LiveShadow, ShadowClocks
+from kvladder.shadow.worth import WorthSource
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LevelSpec
@@ -18,6 +25,7 @@ DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
 """Statistics derived from others."""
 QUANTITIES = (
     *("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients", "_requests"),
+    *("_ratio", "_money", "_tokens"),
 )
 EVENTS = (
     *("_errors", "_timeouts", "_openings", "_failures", "_faults", "_messages", "_ends"),
@@ -34,11 +42,24 @@ def test_metric_names_follow_the_rules() -> None:
         assert metric.section in ("tier", "pool", *SECTIONS)
 
 
+def shadow_stats() -> dict[str, Any]:
+    """Return the figures of a shadow that knows all prices."""
+    now = iter(range(1000))
+    clocks = ShadowClocks(lambda: float(next(now)), lambda: 0.0)
+    spec = ShadowSpec("host", 10, PrioritizedLRU, is_written_through=True)
+    prices = Prices(memory=1.0, disk=1.0, gpu=1.0)
+    shadow = LiveShadow([spec], arena_bytes=1 << 20, prices=prices, clocks=clocks, post=repr)
+    shadow.value(lambda: 0.1, {"host": WorthSource(4096, "memory", lambda: 0.0)})
+    shadow.asked([BlockKey(bytes(32))], 0)
+    return shadow.stats()
+
+
 async def test_every_statistic_is_exposed() -> None:
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         stats = cache.manager.stats()
         stats["copies"] = {"offload_bytes": 1, "offload_s": 1.0, "onboard_bytes": 0, "onboard_s": 0}
         gauges = dict.fromkeys(("messages_refused", "clients_lost", "process_ends"), 0)
+        stats["shadow"] = shadow_stats()
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
         ours = [metric for metric in METRICS if metric.section not in device]

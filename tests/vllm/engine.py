@@ -78,8 +78,12 @@ class Engine:
         salt: str | None = None,
         recompute: bool = False,
         adapter: tuple[int, str] | None = None,
+        report: bool = False,
     ) -> dict[str, Any]:
-        """All prompts at once; ``adapter`` is the number and path of a LoRA adapter."""
+        """All prompts at once; ``adapter`` is the number and path of a LoRA adapter.
+
+        With ``report``, the requests ask for reports in their answers.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -88,6 +92,8 @@ class Engine:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
         sampling.skip_reading_prefix_cache = recompute
+        if report:
+            sampling.extra_args = {"kv_transfer_params": {"kvladder": {"report": True}}}
         given = [
             {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
             for prompt in prompts
@@ -98,6 +104,7 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "external": self.external_hits() - before,
+            "reports": [output.kv_transfer_params for output in outputs],
         }
 
     def each(self, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
@@ -107,6 +114,7 @@ class Engine:
             "tokens": [one["tokens"][0] for one in found],
             "cached": [one["cached"][0] for one in found],
             "external": sum(one["external"] for one in found),
+            "reports": [one["reports"][0] for one in found],
         }
 
     def reset(self, *, connector: bool = False) -> bool:

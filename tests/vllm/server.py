@@ -39,10 +39,12 @@ class Server(Started):
 
     fresh = False
     """Whether it shares nothing with other processes."""
+    options: Sequence[str] = SMALL
+    """The options of each of these servers."""
 
     def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
         (self.port,) = free_ports(1)
-        options = [*SMALL, "--enable-prompt-tokens-details", "--port", str(self.port), *more]
+        options = [*self.options, "--enable-prompt-tokens-details", "--port", str(self.port), *more]
         told = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",

@@ -39,12 +39,27 @@ def test_the_same_process_after_a_reset_is_served_from_host(
 
 @pytest.mark.versions
 def test_a_new_process_is_served_from_files(start: Start, files: Path, reference: Tokens) -> None:
-    run = start(stack(files), ["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"])
-    warm, stats, _ = run.finish()
+    other = [PROMPTS[0][: 2 * BLOCK] + PROMPTS[1][: 2 * BLOCK + 1]]
+    run = start(
+        stack(files),
+        ["each", {"prompts": PROMPTS, "report": True}],
+        ["stats"],
+        ["each", {"prompts": other, "report": True}],
+        ["shutdown"],
+    )
+    warm, stats, cold, _ = run.finish()
     assert warm["tokens"] == reference
     assert warm["external"] == ALL
     assert stats["files"]["hits"] * BLOCK == ALL
     assert stats["files"]["corrupt"] == 0
+    assert stats["misses"]["blocks"] == {}
+    served = {"asked_tokens": HITS, "engine_tokens": 0, "served_tokens": HITS, "missed": []}
+    assert warm["reports"] == [{"kvladder": served | {"served_from": {"files": HITS}}}] * len(
+        PROMPTS
+    )
+    told = {"asked_tokens": 4 * BLOCK, "engine_tokens": 2 * BLOCK, "served_tokens": 0}
+    missed = [{"reason": "never_seen", "level": None, "tokens": 2 * BLOCK}]
+    assert cold["reports"] == [{"kvladder": told | {"served_from": {}, "missed": missed}}]
 
 
 def test_an_engine_of_several_processes_is_served_from_files_and_host(

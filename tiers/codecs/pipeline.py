@@ -212,6 +212,7 @@ class CodecPipeline:
             outcome = outcomes.get(read, Outcome.GOOD)
             if outcome is not Outcome.GOOD:
                 found[index] = False
+                read.refuse(outcome)
                 self.refused[outcome] += 1
         return found
 

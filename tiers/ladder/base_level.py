@@ -15,7 +15,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.events import Event, Overflow, Reason, Removed, Stored
 from kvladder.keys import SMALL, BlockKey, unseen
 from kvladder.lock import BATCH, BULK_STEP, STEP, StackLock
-from kvladder.metrics import LevelStats
+from kvladder.metrics import LevelStats, MissReason
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
@@ -23,6 +23,7 @@ from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
 from kvladder.tiers.ladder.records.admission import AdmissionGate
+from kvladder.tiers.ladder.records.ghosts import GhostTable, entries_for
 from kvladder.tiers.ladder.records.index import LevelIndex, P
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
@@ -135,6 +136,21 @@ class EventBuffer:
         return list(taken)
 
 
+class AccessListener(Protocol):
+    """Hears which blocks requests use. Its calls may come from any thread, and take no time."""
+
+    def asked(self, keys: Sequence[BlockKey], found: int) -> None:
+        """Note that a request asks for a prompt; the levels have the first ``found`` blocks.
+
+        A fetch counts once, as for ``KeyedPolicy.requested``. ``keys`` stay as they are.
+        """
+        ...
+
+    def stored(self, keys: Sequence[BlockKey]) -> None:
+        """Note that these blocks were computed, and are saved now. ``keys`` stay as they are."""
+        ...
+
+
 @dataclass(frozen=True)
 class Shared:
     """The part that all levels of one stack have in common."""
@@ -148,6 +164,8 @@ class Shared:
     """Salts that are being purged: no level takes their blocks meanwhile."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     """See ``TierContext.fields``."""
+    listener: AccessListener | None = None
+    """Hears what requests use; None if no part wants to."""
     requests: Iterator[int] = field(default_factory=lambda: count(1))
     """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
     """
@@ -156,8 +174,11 @@ class Shared:
     """Loop time of the start."""
     unreleased: Unreleased = field(init=False)
     """Fetches and saves that their owner lost before their release."""
+    ghosts: GhostTable = field(init=False)
+    """Blocks that left the levels, or were not taken, and why."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ghosts", GhostTable(entries_for(self.arena)))
         object.__setattr__(self, "began_s", self.clock.now())
         object.__setattr__(self, "unreleased", Unreleased(self.notices))
 
@@ -324,11 +345,16 @@ class BaseLevel(ABC, Generic[P]):
             self.forget(held, "removed")
         return len(held)
 
-    def forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
+    def forget(
+        self, keys: Sequence[BlockKey], reason: Reason, why: MissReason | None = None
+    ) -> None:
         """Hold these blocks no longer. Their readers, and fetches that pinned them, keep their
         slots.
+
+        Later misses of them are counted under ``why``; None stands for ``reason``.
         """
         if keys:
+            self.shared.ghosts.add(keys, self.name, why or reason)
             if reason != "lost":  # a lost block is counted as a miss
                 setattr(self.stats, reason, getattr(self.stats, reason) + len(keys))
             places = self.index.drop(keys, evicted=reason == "evicted")

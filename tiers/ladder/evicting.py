@@ -10,7 +10,7 @@ from itertools import islice
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import DropReason
+from kvladder.metrics import DropReason, MissReason
 from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
@@ -70,14 +70,20 @@ class EvictingLevel(BaseLevel[int]):
         else:
             self.remove_later(blocks)
 
+    def _dropped(self, reason: DropReason, key: BlockKey, priority: int) -> None:
+        """Count a block that could have been kept here and was not."""
+        self.stats.drop(reason, priority)
+        self.shared.ghosts.add([key], self.name, "refused")
+
     def _free(self, blocks: Sequence[Ref]) -> None:
         self.places.give([place for _, place in blocks if place != NO_PLACE])
 
-    def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
+    def _evict(self, keys: Sequence[BlockKey], why: MissReason = "evicted") -> list[int]:
         """Drop blocks to make room, and return their places.
 
         Host does not write them again, or they would move up and down for ever.
         """
+        self.shared.ghosts.add(keys, self.name, why)
         places = self.index.drop(keys, evicted_s=self.shared.clock.now())
         self.stats.evicted += len(keys)
         if self.on_evicted is not None:
@@ -177,7 +183,7 @@ class EvictingLevel(BaseLevel[int]):
     def trim(self) -> bool:
         """Evict a step of what salts hold beyond their quota, and return whether any block went."""
         if keys := self.index.excess(STEP, self.places.being_read):
-            self._let_go([*map(Ref, keys, self._evict(keys))])
+            self._let_go([*map(Ref, keys, self._evict(keys, "quota"))])
         return bool(keys)
 
     def _room_for(
@@ -192,7 +198,7 @@ class EvictingLevel(BaseLevel[int]):
         own, room = self.index.give_way(
             salt, [priority] * wanted, lambda place: reads(place) or at(place) in spare
         )
-        self.places.give(self._evict(self.index.keys_at(own)))
+        self.places.give(self._evict(self.index.keys_at(own), "quota"))
         wanted, gone = min(wanted, int(room)), list[BlockKey]()
         for place in self.index.victims():
             if len(gone) >= wanted - self.places.free or self.index.priority(place) > priority:

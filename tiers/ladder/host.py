@@ -12,7 +12,7 @@ from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import DropReason
+from kvladder.metrics import DropReason, MissReason
 from kvladder.policy.admission import AdaptiveAdmission
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
@@ -140,7 +140,8 @@ class HostLevel(BaseLevel[Slot]):
             self.index.lend(slots, salt if has_quota else b"")
         return slots
 
-    def _evict(self, gone: Sequence[BlockKey]) -> None:
+    def _evict(self, gone: Sequence[BlockKey], why: MissReason = "evicted") -> None:
+        self.shared.ghosts.add(gone, self.name, why)
         self._ahead -= len(gone)
         self.on_drop(gone)
         self.shared.arena.release(self.index.drop(gone, evicted_s=self.shared.clock.now()))
@@ -162,7 +163,7 @@ class HostLevel(BaseLevel[Slot]):
         own = self.shared.arena.unshared(own)
         targets = self.targets(self.index.keys_at(own), self.index.metas(own), {})
         free = [place for place, to in zip(own, targets, strict=True) if to is None][:short]
-        self._evict(self.index.keys_at(free))
+        self._evict(self.index.keys_at(free), "quota")
         if len(free) < short:
             self.short_of = "quota"
             self._wanted[salt] = short - len(free)
@@ -181,6 +182,11 @@ class HostLevel(BaseLevel[Slot]):
         keys = self.index.excess(STEP, lambda place: not shared([Slot(place)]))
         slots = [slot for slot in self.index.places_of(keys) if slot is not None]
         return [*zip(keys, slots, self.index.metas(slots), strict=True)]
+
+    @property
+    def short_of_slots(self) -> MissReason:
+        """Reason of misses of blocks for which ``room`` had no slot the last time."""
+        return "quota" if self.short_of == "quota" else "room"
 
     @property
     def room_max(self) -> float:

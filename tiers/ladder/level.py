@@ -25,6 +25,7 @@ from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.client import CallOutcome
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel
+from kvladder.tiers.ladder.records.ghosts import OF_VERDICT
 from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 from kvladder.tiers.ladder.writing.purges import PurgeQueue
@@ -136,7 +137,7 @@ class Level(EvictingLevel):
                     queue.add([key], [slot], [meta], now_s)
                     taken += 1
                 elif not stay:
-                    self.stats.drop("queue", meta.priority)
+                    self._dropped("queue", key, meta.priority)
                     self.index.refused([key], "room")
         self._above.wake()
         return taken == len(keys)
@@ -217,7 +218,7 @@ class Level(EvictingLevel):
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
         """Take blocks out of the write queue, which frees their slots, and count them as drops."""
         for key in keys:
-            self.stats.drop(reason, self.write_queue[key].meta.priority)
+            self._dropped(reason, key, self.write_queue[key].meta.priority)
         self.index.refused(keys, "room")
         self._give_up(keys)
 
@@ -284,7 +285,8 @@ class Level(EvictingLevel):
         blocks = [*self._in_flight.writing.values()]
         places = self.places.take(len(blocks))
         for one in blocks[len(places) :]:
-            self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
+            why: DropReason = "full" if self.places.limited else reason
+            self._dropped(why, one.key, one.meta.priority)
             self.index.refused([one.key], "room")
         keys, slots = [one.key for one in blocks], [one.slot for one in blocks]
         placed, side = list[LevelWrite](), self.client.pipeline.side
@@ -363,7 +365,7 @@ class Level(EvictingLevel):
 
     def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
         for block in blocks:
-            self.stats.drop(reason, self._in_flight.writing[block.key].meta.priority)
+            self._dropped(reason, block.key, self._in_flight.writing[block.key].meta.priority)
 
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """Note that the medium is full: work within the places in use, and try for more later."""
@@ -389,9 +391,11 @@ class Level(EvictingLevel):
         both = zip(blocks, results, self.index.at([block.place for block in blocks]), strict=True)
         held = [(block, ok) for block, ok, key in both if key == block.key]
         held.reverse()
-        lost = [block.key for block, ok in held if ok is False]  # None: it may be there later
+        lost = [block for block, ok in held if ok is False]  # None: it may be there later
         stats.misses += len(lost)
-        self.forget(lost, "lost")
+        self.forget([block.key for block in lost], "lost")
+        for block in lost:
+            self.shared.ghosts.add([block.key], self.name, OF_VERDICT[block.verdict[0]])
         self.index.touch([block.place for block, ok in held if ok])
         stats.errors += None in results
         stats.loaded += sum(map(bool, results))

@@ -70,9 +70,11 @@ class StackSaves(StackQueries, ABC):
                     self._saving.put([keys[index] for index in kept], leased, said)
                 for index in () if patient else found[len(leased) :]:
                     self.host.stats.drop(self.host.short_of, metas[index].priority)
-                if self._told and len(leased) < len(found) and not patient:
+                if len(leased) < len(found) and not patient:
                     left_out = [keys[index] for index in found[len(leased) :]]
-                    self.host.index.refused(left_out, "room")
+                    self.shared.ghosts.add(left_out, self.host.name, "refused")
+                    if self._told:
+                        self.host.index.refused(left_out, "room")
             wanted += found
             slots += leased
             start = end
@@ -115,6 +117,7 @@ class StackSaves(StackQueries, ABC):
             elif key not in self._saving and key not in self.loader.arrivals:
                 if not self._admitted(meta):
                     self._refuse(keys[index:], self._told)
+                    self._note_refused(keys[index:], meta)
                     return wanted, len(keys)
                 wanted.append(index)
         return wanted, end
@@ -141,8 +144,15 @@ class StackSaves(StackQueries, ABC):
     def _admitted(self, meta: BlockMeta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
 
+    def _note_refused(self, keys: Sequence[BlockKey], meta: BlockMeta) -> None:
+        """Note why no level takes these blocks: the rules of all, or another reason."""
+        is_low = not any(lv.rule.admits(meta.floor, meta.hits) for lv in self._all_levels)
+        self.shared.ghosts.add(keys, "", "threshold" if is_low else "refused")
+
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Make these reserved blocks hits: their bytes are complete."""
+        if self.shared.listener is not None:
+            self.shared.listener.stored(keys)
         parts: list[Sequence[BlockKey]] = []
         end = len(keys)
         request = next(self.shared.requests) if self._told else 0  # only such policies use it
@@ -234,10 +244,10 @@ class StackSaves(StackQueries, ABC):
             self.host.doubt()
             if meta.floor < self.host.rule.min_priority:
                 self._send_down(key, slot, meta)
-                self.host.forget([key], "evicted")
+                self.host.forget([key], "evicted", "threshold")
         for level in self.levels:
             if level.find(key) is not None:
                 level.index.note(key, meta)
                 if meta.floor < level.rule.min_priority:
-                    level.forget([key], "evicted")
+                    level.forget([key], "evicted", "threshold")
         return self.where(key)

@@ -89,6 +89,7 @@ class TierStack(StackSaves):
             landed=self.wake,
             discard=partial(self.remove, for_all=False),
             worth=self.worth,
+            saving=self._saving,
         )
         self._expiry = Expiry(self._all_levels, shared)
 
@@ -158,7 +159,7 @@ class TierStack(StackSaves):
         with self.lock:
             for key, slot, meta in self.host.excess() if self.host.index.above else ():
                 self._send_down(key, slot, meta)
-                self.host.forget([key], "evicted")
+                self.host.forget([key], "evicted", "quota")
             self.host.clean()
             self._expiry.set()
             self._scheduled = False  # a wake by the offers above is of no use

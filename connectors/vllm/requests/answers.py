@@ -10,6 +10,7 @@ from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.requests.find import Find
 from kvladder.connectors.vllm.requests.lookup import LookupState
+from kvladder.connectors.vllm.requests.reporting import report_of
 from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.keys import BlockKey
 from kvladder.notices import Notices
@@ -131,10 +132,22 @@ class Answers:
             if found is None:
                 return None
             lookup.tell(computed, found)
-            self._connector.manager.missed(lookup.unasked // self._groups.main.tokens)
+            self._explain(state, computed, found)
         else:
             found = lookup.answer[1]
         return None if found and self._is_filled(state, computed) else found
+
+    def _explain(self, state: RequestState, computed: int, found: int) -> None:
+        """Count the blocks that no level has, and note for the report why the prefix ended."""
+        main, lookup = self._groups.main, state.lookup
+        limit = self._loadable(state.request)
+        missed = lookup.missed
+        if lookup.unasked:
+            first, end = (limit - lookup.unasked) // main.tokens, limit // main.tokens
+            keys = state.keys(main, first, end)
+            missed += self._connector.manager.missed(keys, levels=state.policy.tiers.load)
+        if state.policy.report and state.report is None:
+            state.report = report_of(limit, computed, found, missed, block_tokens=main.tokens)
 
     def _is_filled(self, state: RequestState, computed: int) -> bool:
         """Return whether another request's load fills the first block after ``computed`` tokens.
@@ -157,6 +170,7 @@ class Answers:
             if not find.done:
                 return None
             self._count(state)
+            lookup.missed = find.missed
             if own < find.end <= limit:
                 return find.end - own
             begun_here = find.own == own

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.keys import BlockKey
 from kvladder.manager import Fetch
+from kvladder.metrics import Missed
 from kvladder.policy.fetch_cost import AvoidedCompute
 
 ROUNDS_MAX = 8
@@ -71,6 +72,8 @@ class Find:
         self.end = limit
         """End of the prefix in tokens; final once ``done``."""
         self.held: dict[int, Held] = {}
+        self.missed: tuple[Missed, ...] = ()
+        """Why the first of its fetches that got less than it asked for did so."""
         self._rounds = 0
         self._done = False
         self._begin()
@@ -89,9 +92,11 @@ class Find:
         """True if the answer is final. Reading it polls the matches."""
         while not self._done:
             whole = (self.held[g.index].match for g in self._groups.whole if g.index in self.held)
-            if any(match.done and not match.blocks for match in whole):
-                self.release()  # the blocks of other groups are useless alone
-                return True
+            for match in whole:
+                if match.done and not match.blocks:
+                    self.missed = self.missed or match.missed
+                    self.release()  # the blocks of other groups are useless alone
+                    return True
             if not all(held.match.done for held in self.held.values()):
                 return False
             self._settle()
@@ -155,6 +160,7 @@ class Find:
         for group in self._groups:
             held = self.held.get(group.index)
             if held is not None and held.match.blocks < held.wanted:
+                self.missed = self.missed or held.match.missed
                 got = self._groups.aligned((held.first + held.match.blocks) * group.tokens)
                 self.end = max(self.own, min(self.end, got))
         if self.end == before or (self.end > self.own and not self._groups.partial):

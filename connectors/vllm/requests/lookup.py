@@ -8,6 +8,7 @@ from typing import Final
 
 from kvladder.connectors.vllm.requests.find import Find
 from kvladder.gpu.copy.copier import JobId
+from kvladder.metrics import Missed
 
 
 class LookupState(Enum):
@@ -64,6 +65,8 @@ class RequestLookup:
         """Number of blocks that ``find`` pins, as last counted."""
         self.unasked = 0
         """Number of tokens that the last search found in no level."""
+        self.missed: tuple[Missed, ...] = ()
+        """Why the last search got less than the levels had, if it did."""
 
     def _become(self, state: LookupState) -> None:
         assert state in NEXT[self.state], f"a lookup goes from {self.state} to {state}"
@@ -72,7 +75,7 @@ class RequestLookup:
     def search(self, find: Find) -> None:
         """Keep a search that has just begun."""
         self._become(_SEARCHING)
-        self.find, self.unasked = find, find.unasked
+        self.find, self.unasked, self.missed = find, find.unasked, ()
 
     def tell(self, own: int, found: int) -> None:
         """Record the answer that vLLM gets: ``found`` tokens after its ``own`` ones."""

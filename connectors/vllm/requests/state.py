@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,7 +12,9 @@ from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.identity.contents import Items
 from kvladder.connectors.vllm.options import NO_POLICY, RequestPolicy
 from kvladder.connectors.vllm.requests.lookup import LookupState, RequestLookup
+from kvladder.connectors.vllm.requests.reporting import PrefillReport, report_of
 from kvladder.gpu.copy.copier import JobId
+from kvladder.hints.requests import RequestHints
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 
@@ -51,6 +54,8 @@ class RequestState:
     items: Items | None = None
     """The images, sounds and videos in its prompt."""
     policy: RequestPolicy = NO_POLICY
+    hints: RequestHints | None = None
+    """The hints that came with it; None if it had none."""
     waited: int = 0
     """Number of steps it has waited for that digest."""
     saved: list[int] = field(default_factory=list[int])
@@ -71,6 +76,8 @@ class RequestState:
     """True if the step that computes the rest waits for the load."""
     sources: list[str] = field(default_factory=list[str])
     """The levels that served the last load, one for each block of the main group."""
+    report: PrefillReport | None = None
+    """The report for the request's answer, of its first search; None if it asks for none."""
     apart: bool = False
     """True if nothing is loaded or saved for it any more: its blocks cannot be named."""
     begun: bool = False
@@ -124,6 +131,18 @@ class RequestState:
             keys = self.items.bind(keys, start, group.tokens)
         self.describe(self.request, group.index, start, keys)
         return keys
+
+    def reported(self) -> dict[str, Any] | None:
+        """Return what the request's answer says of its prompt; None if it asks for no report."""
+        if not self.policy.report:
+            return None
+        main = self.groups.main
+        report = self.report
+        if report is None:  # never searched for, so that all that vLLM lacked was computed
+            asked = self.groups.aligned(self.request.num_prompt_tokens - 1)
+            report = report_of(asked, min(asked, self.own), 0, (), block_tokens=main.tokens)
+        sources = Counter({name: n * main.tokens for name, n in Counter(self.sources).items()})
+        return report.as_dict(sources, failed=self.lookup.state is LookupState.COMPUTES)
 
     def read(self, end: int) -> Iterator[list[BlockKey]]:
         """Yield, by group, the keys of the blocks that are read once ``end`` tokens are computed.

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
+from kvladder.metrics import MissCause, Missed, MissReason
 from kvladder.policy.fetch_cost import AvoidedCompute, Patience
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.records.terms import ANYWHERE
@@ -32,6 +33,10 @@ class Pins(Protocol):
 
     def discard(self, keys: Sequence[BlockKey], /) -> object:
         """Forget blocks that have unusable bytes."""
+        ...
+
+    def missed(self, keys: Sequence[BlockKey], first: int, cause: MissCause) -> tuple[Missed, ...]:
+        """Count blocks from ``first`` on as missed; with the lock held."""
         ...
 
 
@@ -62,7 +67,14 @@ class Fetch:
 
     is_prefix = True
     """True if its keys are those of a prompt, in order."""
+    missed: tuple[Missed, ...] = ()
+    """Blocks that were not served, by cause; together with ``blocks`` they are all of ``keys``.
+
+    The first one says why the prefix ended. Empty until ``done``, and for a prefetch.
+    """
     _number = 0
+    _end: tuple[int, MissCause] | None = None
+    """Position at which the prefix ends, as far as is known, and why."""
 
     def __init__(
         self,
@@ -154,9 +166,14 @@ class Fetch:
                 self._here += 1
         self._notify()
 
-    def failed(self, index: int) -> None:
+    def ends(self, cause: MissCause) -> None:
+        """Record why no more blocks than those so far are there or on their way."""
+        self._end = (len(self._slots), cause)
+
+    def failed(self, index: int, cause: MissCause) -> None:
         """End the prefix before the block at ``index``, which does not come."""
         if index in self._waiting:
+            self._end = (index, cause)
             self._waiting.difference_update(range(index, min(self._ends, len(self._slots))))
             self._ends = index
             self._state = _PENDING  # a final one waits for nothing
@@ -216,25 +233,38 @@ class Fetch:
             return False
         if late := [*self._waiting]:
             self._stack.late([self._sources[index] for index in late])
-        self._answer()
+        self._answer("late")
         return True
 
-    def _answer(self) -> None:
-        """Keep the leading blocks that are here, and give the rest back."""
+    def _answer(self, why: MissReason) -> None:
+        """Keep the leading blocks that are here, and give the rest back.
+
+        ``why`` is the reason if that is a miss of blocks that are still to come.
+        """
         with self._lock:
-            if self._state is _ANSWERED or self._state is _RELEASED:  # by another thread meanwhile
+            state = self._state
+            if state is _ANSWERED or state is _RELEASED:  # by another thread meanwhile
                 return
             self._state = _ANSWERED
             self._waiting.clear()
             here = len(self._slots)
             if NO_SLOT in self._slots:
                 here = self._slots.index(NO_SLOT)
+            if here < len(self.keys) and self.is_use:
+                cause = self._cause(here, why, asking=state is _ASKING)
+                self.missed = self._stack.missed(self.keys, here, cause)
             slots = self._slots[here:]
             del self._slots[here:], self._sources[here:]
         if not slots:
             return
         rest = [pair for pair in zip(self.keys[here:], slots, strict=False) if pair[1] != NO_SLOT]
         self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
+
+    def _cause(self, index: int, why: MissReason, *, asking: bool) -> MissCause:
+        """Return why the block at ``index`` is not served."""
+        if self._end is not None and self._end[0] == index and not asking:
+            return self._end[1]
+        return MissCause(self._sources[index] if index < len(self._sources) else "", why)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
@@ -274,7 +304,7 @@ class Fetch:
     def release(self) -> None:
         """Unpin the blocks, which stay cached. May be called again."""
         if self._state is not _ANSWERED:
-            self._answer()
+            self._answer("ended")
         with self._lock:
             is_first, self._state = self._state is _ANSWERED, _RELEASED
         if is_first:
@@ -307,6 +337,10 @@ class Fetch:
         assert not (self._waiting and self._is_final), self._state
         if self._is_final and type(self) is Fetch:
             assert NO_SLOT not in self._slots, "the answer has a hole"
+        if self._is_final and self.is_use:
+            served = len(self._slots) - self._slots.count(NO_SLOT)
+            missed = sum(blocks for _, _, blocks in self.missed)
+            assert served + missed == len(self.keys), "a block was neither served nor missed"
 
 
 class PrefetchSet:
@@ -344,9 +378,13 @@ class SetFetch(Fetch):
 
     is_prefix = False
     _told: asyncio.Event | None = None
+    _causes: dict[int, MissCause] | None = None
+    """Why blocks did not come, by position."""
 
-    def failed(self, index: int) -> None:
+    def failed(self, index: int, cause: MissCause) -> None:
         self._waiting.discard(index)
+        self._causes = {} if self._causes is None else self._causes
+        self._causes.setdefault(index, cause)
         self._notify()
 
     def _notify(self) -> None:
@@ -354,11 +392,27 @@ class SetFetch(Fetch):
         if self._told is not None:
             self._told.set()
 
-    def _answer(self) -> None:
+    def _answer(self, why: MissReason) -> None:
         with self._lock:
             if not self._is_final:
                 self._state = _ANSWERED
                 self._waiting.clear()
+                if NO_SLOT in self._slots or len(self._slots) < len(self.keys):
+                    self._miss(why)
+
+    def _miss(self, why: MissReason) -> None:
+        """Count each block that is not here."""
+        missed, causes = list[Missed](), self._causes or {}
+        for index, key in enumerate(self.keys):
+            if index >= len(self._slots):
+                end = self._end
+                cause = MissCause("", why) if end is None else end[1]
+            elif self._slots[index] == NO_SLOT:
+                cause = causes.get(index) or MissCause(self._sources[index], why)
+            else:
+                continue
+            missed += self._stack.missed([key], 0, cause)
+        self.missed = tuple(missed)
 
     @property
     def found(self) -> dict[BlockKey, Slot]:

@@ -12,11 +12,13 @@ from kvladder.arena import NO_SLOT, Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH
+from kvladder.metrics import NEVER_SEEN, MissCause
 from kvladder.policy.fetch_cost import TRIAL_BLOCKS, LevelRun, stretches
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.misses import MissExplainer
 from kvladder.tiers.ladder.loading.plan import FetchDecision, MissingBlocks, Planner, joined
 from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.loading.reads import BlockReader
@@ -43,6 +45,8 @@ class FetchGrower:
         Keeps blocks until there is room for them.
     reader:
         Begins reads.
+    misses:
+        Says why a prefix ends.
     post:
         Schedules a function on the loop thread.
     wake:
@@ -60,6 +64,7 @@ class FetchGrower:
         prober: Prober,
         queue: RoomWaitQueue,
         reader: BlockReader,
+        misses: MissExplainer,
         post: Callable[..., object],
         wake: Callable[[], None],
     ) -> None:
@@ -72,6 +77,7 @@ class FetchGrower:
         self._prober = prober
         self._queue = queue
         self._reader = reader
+        self._misses = misses
         self._post = post
         self._wake = wake
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
@@ -98,22 +104,27 @@ class FetchGrower:
         if self._tasks.closed:
             raise ClosedError("the cache is closed")
         fetch.ask(asking=True)
-        if self._told and fetch.is_use and fetch.is_prefix and fetch.keys:
-            self._tell(fetch)
+        listener = self._shared.listener
+        is_use = False
+        if self._told or listener is not None:
+            is_use = fetch.is_use and fetch.is_prefix and bool(fetch.keys) and self._tell(fetch)
         self._grow(fetch, new=True)
+        if is_use and listener is not None:
+            listener.asked(fetch.keys, fetch.length)
         if fetch.asking:
             self._post(self._tasks.begin, partial(self._follow, fetch), "kvladder-ask")
 
-    def _tell(self, fetch: Fetch) -> None:
-        """Tell policies of a request, unless an earlier fetch of it is not released yet."""
+    def _tell(self, fetch: Fetch) -> bool:
+        """Tell policies of a request; return False if an earlier fetch of it is not released."""
         with self._lock:
             last = fetch.keys[-1]
             if fetch.joins(self._asked.get(last)):
-                return
+                return False
             self._asked[last] = fetch
             number = fetch.number(self._shared.requests)
             for index in self._told:
                 index.requested(fetch.keys, number)
+            return True
 
     async def _follow(self, fetch: Fetch) -> None:
         """Ask shared tiers, and extend ``fetch``, as long as that brings it further."""
@@ -203,7 +214,10 @@ class FetchGrower:
                     level.stats.spare(cut.why, blocks)
         for trial in cut.trials:
             self._try(fetch, trial)
-        return FetchDecision(cut.end, known, dropped)
+        why = None
+        if cut.why:
+            why = MissCause(next((level.name for level in dropped), ""), cut.why)
+        return FetchDecision(cut.end, known, dropped, why=why)
 
     def _grow_on(self, fetch: Fetch, decision: FetchDecision | None, *, new: bool) -> bool:
         """Take a step of blocks wherever they are; return whether there may be more."""
@@ -238,7 +252,22 @@ class FetchGrower:
         is_open = not is_short and decision.end == decision.known and fetch.length < end
         knows = is_open and self._prober.may_know(fetch.keys[fetch.length], fetch.levels)
         fetch.ask(asking=goes_on or (knows and self._asks(fetch, fetch.length)))
+        if fetch.length < end and not fetch.asking:
+            self._end(fetch, decision, is_short=is_short, spared=knows)
         return goes_on
+
+    def _end(self, fetch: Fetch, decision: FetchDecision, *, is_short: bool, spared: bool) -> None:
+        """Record why ``fetch`` gets no further; ``spared`` if asking shared tiers takes longer."""
+        host = self._host
+        if is_short:
+            cause = MissCause(host.name, host.short_of_slots)
+        elif decision.end < decision.known and decision.why is not None:
+            cause = decision.why
+        else:
+            cause = self._misses.cause(fetch.keys[fetch.length], fetch.levels)
+            if spared and cause is NEVER_SEEN:
+                cause = MissCause(self._prober.first(fetch.levels), "slower")
+        fetch.ends(cause)
 
     def _bring(self, fetch: Fetch, start: int, missing: MissingBlocks) -> int:
         """Begin reads of ``missing``, or queue them for room; positions count from ``start``.

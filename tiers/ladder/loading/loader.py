@@ -10,11 +10,13 @@ from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.grow import FetchGrower
+from kvladder.tiers.ladder.loading.misses import MissExplainer
 from kvladder.tiers.ladder.loading.plan import Planner
 from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.loading.reads import BlockReader
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.loading.waiting import RoomWaitQueue
+from kvladder.tiers.ladder.saving import Saving
 
 
 class Loader:
@@ -25,8 +27,8 @@ class Loader:
     queue calls the reader, and the reader calls neither. This class only makes and joins them.
 
     The one lock is the stack's. Any thread calls ``fetch``, ``unpin`` and ``late``, which take it.
-    It is held around ``count``, ``fetchable``, ``recall`` and ``check``. ``resume`` and ``aclose``
-    run on the loop thread without it.
+    It is held around ``count``, ``missed``, ``fetchable``, ``recall`` and ``check``. ``resume`` and
+    ``aclose`` run on the loop thread without it.
 
     Parameters
     ----------
@@ -40,6 +42,8 @@ class Loader:
         Forgets blocks with bytes that turned out to be unusable.
     worth:
         Says whether loading is faster than computing.
+    saving:
+        Blocks that are being saved.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Loader:
         landed: Callable[[], None],
         discard: Callable[[Sequence[BlockKey]], object],
         worth: FetchCostModel,
+        saving: Saving,
     ) -> None:
         answers = Pace()
         self._tasks = tasks = LoadTasks(shared, host.stats, landed)
@@ -63,7 +68,10 @@ class Loader:
         """Pending reads by key; others may look at it with the lock held."""
         planner = Planner(worth, host, levels, shared, self.arrivals, answers)
         self.prober = Prober(levels, shared, planner.known, answers)
-        self._queue = RoomWaitQueue(host, levels, shared, planner, reader, post=post, wake=landed)
+        self.misses = misses = MissExplainer(host, levels, shared, self.arrivals, saving)
+        self._queue = RoomWaitQueue(
+            host, levels, shared, planner, reader, misses, post=post, wake=landed
+        )
         grower = FetchGrower(
             host,
             levels,
@@ -73,6 +81,7 @@ class Loader:
             prober=self.prober,
             queue=self._queue,
             reader=reader,
+            misses=misses,
             post=post,
             wake=landed,
         )
@@ -80,6 +89,7 @@ class Loader:
         self.fetch = grower.fetch
         self.unpin = grower.unpin
         self.late = grower.late
+        self.missed = misses.count
         self.count = grower.count
         self.fetchable = planner.fetchable
         self.discard = discard

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey, Book
+from kvladder.metrics import MissCause
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.fetch_cost import (
     GRACE_S,
@@ -127,6 +128,8 @@ class FetchDecision(NamedTuple):
     places: Sequence[int] = ()
     """Places of all blocks from position ``start`` on, if all have to come."""
     start: int = 0
+    why: MissCause | None = None
+    """Reason for which it ends there, if levels have more."""
 
 
 def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:

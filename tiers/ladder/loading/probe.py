@@ -68,6 +68,10 @@ class Prober:
             return False
         return self._absent.get(key, 0.0) <= self._shared.clock.now()
 
+    def first(self, mask: int) -> str:
+        """Return the name of the hottest of these shared levels that can be asked now."""
+        return next((lv.name for lv in among(self._levels, mask) if lv.answers), "")
+
     def recall(self, keys: Sequence[BlockKey]) -> None:
         """Note removed blocks: no answer to an earlier question brings one back."""
         for question in self._questions.values():

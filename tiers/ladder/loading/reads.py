@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvladder.keys import BlockKey, Book, by_key
 from kvladder.lock import BATCH
+from kvladder.metrics import MissCause
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.fetch_cost import RequestTimestamp
 from kvladder.tiers.ladder.base_level import Shared
@@ -207,11 +208,23 @@ class BlockReader:
             again = self._reroute(one, reduce(int.__or__, [fetch.levels for fetch, _ in waiters]))
         if again is None:
             del self.arrivals[one.key]
+        cause = self._cause(one)
         become([one], ReadState.DROPPED if again is None else ReadState.REROUTED)
         for fetch, (position,) in waiters:
             if again is None or not fetch.levels & again.level.bit:
-                fetch.failed(position)
+                fetch.failed(position, cause)
         return again
+
+    def _cause(self, one: PendingRead) -> MissCause:
+        """Return why a read ends without its block."""
+        level = one.level
+        if one.state is RECALLED:
+            return MissCause(level.name, "removed")
+        if self._tasks.closed:
+            return MissCause(level.name, "ended")
+        if level.index.key_at(one.place) == one.key:  # the level still has it, so the call failed
+            return MissCause(level.name, "failed")
+        return self._shared.ghosts.get(one.key) or MissCause(level.name, "lost")
 
     def _reroute(self, one: PendingRead, mask: int) -> PendingRead | None:
         """Have a block that its level did not deliver read from below it, into another slot.

@@ -8,10 +8,12 @@ from itertools import islice
 
 from kvladder.keys import BlockKey, unseen
 from kvladder.lock import BATCH
+from kvladder.metrics import MissCause, MissReason
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.misses import MissExplainer
 from kvladder.tiers.ladder.loading.pending import RECALLED
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, Planner, among, source
 from kvladder.tiers.ladder.loading.reads import BlockReader
@@ -30,6 +32,8 @@ class RoomWaitQueue:
         Knows where blocks are by the time that there is room.
     reader:
         Leases slots and begins reads. Its ``arrivals`` are looked at here, never changed.
+    misses:
+        Says why a block does not come.
     post:
         Schedules a function on the loop thread.
     wake:
@@ -43,6 +47,7 @@ class RoomWaitQueue:
         shared: Shared,
         planner: Planner,
         reader: BlockReader,
+        misses: MissExplainer,
         *,
         post: Callable[..., object],
         wake: Callable[[], None],
@@ -52,6 +57,7 @@ class RoomWaitQueue:
         self._shared = shared
         self._planner = planner
         self._reader = reader
+        self._misses = misses
         self._arrivals = reader.arrivals
         self._post = post
         self._wake = wake
@@ -110,21 +116,21 @@ class RoomWaitQueue:
 
     def _give_up(self, most: int) -> None:
         """Fail the oldest blocks, and resume with those behind them."""
-        self._host.stats.throttled += self._fail(most)
+        self._host.stats.throttled += self._fail(most, self._host.short_of_slots)
         self._post(self.resume)
 
     def close(self) -> None:
         """Fail all blocks."""
         while self:
             with self._shared.lock:
-                self._fail(BATCH)
+                self._fail(BATCH, "ended")
 
-    def _fail(self, most: int) -> int:
+    def _fail(self, most: int, why: MissReason) -> int:
         """Fail the oldest blocks, at most ``most``, and return how many."""
         count = min(most, len(self))
         oldest = zip(self._oldest(count), self._positions, strict=False)
         for fetch, position in [*oldest]:
-            fetch.failed(position)
+            fetch.failed(position, MissCause(self._host.name, why))
         self._pop(count)
         return count
 
@@ -160,7 +166,8 @@ class RoomWaitQueue:
                 # still to be read; a recalled read has to end before another one of the key begins
                 return False
             if not fetch.levels & (HOST if arrival is None else arrival.level.bit):
-                fetch.failed(position)  # others had it brought to where this fetch does not read
+                # others had it brought to where this fetch does not read
+                fetch.failed(position, self._misses.cause(key, fetch.levels))
             elif arrival is not None:
                 arrival.join(fetch, position)
             elif slot is not None:
@@ -199,7 +206,7 @@ class RoomWaitQueue:
             if ready or key in seen or not fetch.queues_for([position], now_s):
                 break
             if found_in is None:
-                fetch.failed(position)
+                fetch.failed(position, self._misses.cause(key, fetch.levels))
                 break
             seen.add(key)
             missing.add(position, key, *found_in)

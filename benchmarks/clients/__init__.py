@@ -1,0 +1,1 @@
+"""Foreign benchmark clients, unchanged, against vLLM alone and vLLM with kvladder."""

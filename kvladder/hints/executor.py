@@ -1,0 +1,449 @@
+"""Acts on hints: five verbs over the cache manager, each with an outcome."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
+
+from kvladder.hints.protocol import (
+    ACTIONS_MAX,
+    VERBS,
+    VERSIONS,
+    ActionResult,
+    DemoteHint,
+    HintAction,
+    HintsEnvelope,
+    Order,
+    Outcome,
+    PinHint,
+    PrefetchHint,
+    Refused,
+    RetainHint,
+    Scope,
+    ShareHint,
+    order_of,
+    read,
+)
+from kvladder.keys import BlockKey, salt_digest
+from kvladder.manager import CacheManager, Fetch
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.fetch_cost import ANYTHING
+from kvladder.tiers.ladder.commands import Moved
+from kvladder.units import counted
+
+MESSAGES_MAX = 4096
+"""Number of messages whose results are kept, so that a repeated one is not done again."""
+PREFETCHES_MAX = 16
+"""Number of fetches for hints in flight at once."""
+WAITING_MAX = 256
+"""Number of actions that may wait until such a fetch may begin."""
+SAVED_S = 30.0
+"""Time during which an action about a finished request waits for the saves of its blocks."""
+OUT = "out"
+"""Name of no level: where demoted blocks are forgotten."""
+NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[BlockKey]]
+"""Returns the keys of the whole blocks of tokens under a salt."""
+
+
+class OwnRequest(NamedTuple):
+    """The request that brings hints, if one does: its blocks are the default scope."""
+
+    keys: Sequence[BlockKey] = ()
+    salt: str = ""
+
+
+class _Applied(NamedTuple):
+    """A message that was applied."""
+
+    content: list[tuple[str, str]]
+    """Id and type of each of its actions."""
+    results: list[ActionResult]
+
+
+class _Scoped(NamedTuple):
+    """Blocks that an action is about."""
+
+    runs: Sequence[Sequence[BlockKey]]
+    """Prefixes, one for each group of layers; or one list of keys."""
+    salt: str
+    is_prefix: bool
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return [key for run in self.runs for key in run]
+
+
+class _Later(NamedTuple):
+    """An action about blocks of a finished request, which may still be saved."""
+
+    action: HintAction
+    blocks: OwnRequest
+    until_s: float
+    """Loop time at which it is given up."""
+
+
+@dataclass(slots=True)
+class _Fetching:
+    """A fetch for a hint, and what to do with the blocks once it is done."""
+
+    message: tuple[str, str]
+    begin: Callable[[], Fetch]
+    then: Callable[[], object] | None
+    fetch: Fetch | None = field(default=None)
+
+
+class HintExecutor:
+    """Acts on the hints of one engine. It changes where blocks lie and how long, never a token.
+
+    No call waits for a tier. ``poll`` ends the fetches that hints began, and begins those that had
+    to wait; its owner calls it regularly. Calls may come from any thread.
+
+    Parameters
+    ----------
+    name_blocks:
+        Names the blocks of tokens as the engine does; None if the engine's names are not known
+        outside it, so that hints name sessions or keys.
+    """
+
+    def __init__(self, manager: CacheManager, name_blocks: NameBlocks | None = None) -> None:
+        self._manager = manager
+        self._name_blocks = name_blocks
+        self._commands = manager.commands
+        self._lock = Lock()
+        self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
+        self._fetching: list[_Fetching] = []
+        self._later: deque[_Later] = deque(maxlen=WAITING_MAX)
+        self._counts: Counter[tuple[str, Outcome]] = Counter()
+        manager.report("hints", self.counts)
+
+    def counts(self) -> dict[str, Any]:
+        """Return how many actions had which outcome, by verb; plain data."""
+        with self._lock:
+            counts: dict[str, Any] = {}
+            for (verb, outcome), count in sorted(self._counts.items()):
+                counts.setdefault(verb, {})[outcome] = count
+            return counts | {"in_flight": sum(one.fetch is not None for one in self._fetching)}
+
+    def apply(
+        self, hints: object, *, request: OwnRequest | None = None, caller: str = ""
+    ) -> list[ActionResult]:
+        """Do what an envelope asks, as far as it may be done; return an outcome for each action.
+
+        Never raises for what an envelope contains. A message of the same ``caller`` that was
+        applied before is not applied again: its results are returned. ``caller`` is the tenant that
+        sends it; ids of different callers never meet.
+        """
+        try:
+            envelope = read(hints)
+        except Refused as error:
+            return [self._count("", ActionResult("", "rejected", str(error)))]
+        message = (caller, envelope.message_id)
+        with self._lock:
+            known = self._results.get(message)
+        content = [(one.action_id, one.action_type) for one in envelope.actions]
+        if known is not None:
+            if known.content == content:
+                return known.results
+            return self._all_rejected(envelope, _REUSED)
+        if envelope.protocol_version not in VERSIONS:
+            version = envelope.protocol_version[:32]
+            return self._all_rejected(envelope, f"unknown protocol {version!r}: expected 0.1 or 1")
+        results = [self._do(message, action, request) for action in envelope.actions[:ACTIONS_MAX]]
+        late = envelope.actions[ACTIONS_MAX:]
+        results += [self._rejected(action, _TOO_MANY) for action in late]
+        with self._lock:
+            self._results[message] = _Applied(content, results)
+            while len(self._results) > MESSAGES_MAX:
+                self._results.popitem(last=False)
+        return results
+
+    def later(self, action: HintAction, runs: Sequence[OwnRequest]) -> None:
+        """Demote or share blocks of a finished request as soon as all of them are saved.
+
+        Tried again at each ``poll`` for ``SAVED_S``. The oldest such action is given up if too many
+        wait.
+        """
+        until_s = self._manager.ladder.clock.now() + SAVED_S
+        with self._lock:
+            self._later.extend(_Later(action, run, until_s) for run in runs)
+        self._do_later()
+
+    def _do_later(self) -> None:
+        with self._lock:
+            waiting, self._later = self._later, deque(maxlen=WAITING_MAX)
+        now_s = self._manager.ladder.clock.now()
+        for one in waiting:
+            order = order_of(one.action)
+            keys, salt = one.blocks.keys, self._digest(one.blocks.salt)
+            assert isinstance(order, DemoteHint | ShareHint)
+            moved = self._moves(order, keys, salt)
+            if moved.done < len(keys) and now_s < one.until_s and not moved.refused:
+                with self._lock:
+                    self._later.append(one)
+
+    def _moves(self, order: DemoteHint | ShareHint, keys: Sequence[BlockKey], salt: bytes) -> Moved:
+        """Do what an order says with blocks that are in host memory."""
+        if isinstance(order, ShareHint):
+            return self._commands.send(keys, salt, order.to or self._commands.shared_levels[0])
+        if order.to == OUT:
+            return self._commands.drop(keys, salt)
+        return self._commands.demote(keys, salt, order.to)
+
+    def clipped(self, priority: int, ttl_s: float | None) -> tuple[tuple[int, float | None], str]:
+        """Return a priority and its duration within the operator's limits, and how they differ.
+
+        The text is empty if they are as asked for.
+        """
+        (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
+        lasting = "" if within_s is None else f" for {within_s:g} s"
+        clipped = f"priority {lower}{lasting}" if count else ""
+        return (lower, None if within_s is None else float(within_s)), clipped
+
+    def require(self, order: DemoteHint | ShareHint) -> None:
+        """Raise ``Refused`` if an order names a level that cannot take blocks for it."""
+        if isinstance(order, DemoteHint):
+            self._require_level(order.to)
+            return
+        shared = self._commands.shared_levels
+        if not shared:
+            raise Refused("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
+        if order.to is not None and order.to not in shared:
+            raise Refused(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
+
+    def count(self, action: HintAction, result: ActionResult) -> ActionResult:
+        """Count the outcome of an action done elsewhere; return it with the id of the action."""
+        return self._count(action.action_type, result._replace(action_id=action.action_id))
+
+    def poll(self) -> None:
+        """End the fetches that are done, and begin those that waited for others."""
+        if self._later:
+            self._do_later()
+        with self._lock:
+            ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
+            self._fetching = [one for one in self._fetching if one not in ended]
+        for one in ended:
+            self._end(one)
+        self._begin_waiting()
+
+    def close(self) -> None:
+        """Give up all fetches; may be called again."""
+        with self._lock:
+            fetching, self._fetching = self._fetching, []
+        for one in fetching:
+            if one.fetch is not None:
+                one.fetch.release()
+
+    # ---- one action
+
+    def _do(
+        self, message: tuple[str, str], action: HintAction, request: OwnRequest | None
+    ) -> ActionResult:
+        try:
+            order = order_of(action)
+            result = self._done(message, order, request)
+        except Refused as error:
+            return self._rejected(action, str(error))
+        verb = action.action_type
+        return self._count(verb, result._replace(action_id=action.action_id))
+
+    def _done(
+        self, message: tuple[str, str], order: Order, request: OwnRequest | None
+    ) -> ActionResult:
+        if isinstance(order, PrefetchHint) and order.cancels is not None:
+            return self._cancel((message[0], order.cancels))
+        scope = self._scope(order, request)
+        if not any(scope.runs):
+            return ActionResult("", "missing", "no whole block is named")
+        match order:
+            case PinHint():
+                return self._rank(scope, PRIORITY_MAX, order.ttl_s)
+            case RetainHint():
+                return self._rank(scope, order.priority, order.ttl_s)
+            case PrefetchHint():
+                return self._prefetch(message, scope, order)
+            case DemoteHint() | ShareHint():
+                return self._move(message, scope, order)
+
+    def _scope(self, scope: Scope, request: OwnRequest | None) -> _Scoped:
+        """Return the blocks that an action names."""
+        own = request or OwnRequest()
+        salt = own.salt if scope.salt is None else scope.salt
+        if request is not None and salt != own.salt:
+            raise Refused("the salt is not that of the request: expected none, or the same")
+        if scope.session is not None:
+            try:
+                runs, salt_of = self._manager.sessions.last(scope.session)
+            except ValueError:
+                return _Scoped([], salt, is_prefix=False)
+            return _Scoped(runs if salt_of == salt else [], salt, is_prefix=True)
+        if scope.keys is not None:
+            keys = [BlockKey(bytes.fromhex(key)) for key in scope.keys]
+            return _Scoped([keys], salt, is_prefix=False)
+        if scope.tokens is None:
+            return _Scoped([own.keys], salt, is_prefix=True)
+        if self._name_blocks is None:
+            raise Refused("this engine names blocks itself: expected a session or keys")
+        return _Scoped([self._name_blocks(scope.tokens, salt)], salt, is_prefix=True)
+
+    def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
+        """Give the blocks a priority, within the operator's limits."""
+        (lower, within_s), clipped = self.clipped(priority, ttl_s)
+        until_s = inf if within_s is None else self._manager.ladder.clock.now() + within_s
+        moved = self._commands.rank(
+            scope.keys,
+            self._digest(scope.salt),
+            priority=lower,
+            until_s=until_s if lower != PRIORITY_DEFAULT else inf,
+            is_prefix=scope.is_prefix,
+        )
+        if not moved.done:
+            return ActionResult("", "missing", "no level holds these blocks")
+        if clipped:
+            return ActionResult("", "clipped", clipped, moved.done)
+        return _outcome(moved)
+
+    def _prefetch(
+        self, message: tuple[str, str], scope: _Scoped, order: PrefetchHint
+    ) -> ActionResult:
+        """Begin to bring the prefixes up, at most as many blocks as the budget allows."""
+        budget = order.budget_blocks or sum(map(len, scope.runs))
+        runs: list[Sequence[BlockKey]] = []
+        reached = 0
+        for run in scope.runs:
+            length = self._manager.reach(run)
+            if not scope.is_prefix:  # the keys may be another's: only recorded owners count
+                length = min(length, self._commands.own(run, self._digest(scope.salt)))
+            reached += length
+            runs.append(run[: min(length, budget - sum(map(len, runs)))])
+        wanted = sum(map(len, runs))
+        if not wanted:
+            return ActionResult("", "missing", "no level holds these blocks")
+        waits = [self._fetch(message, run, scope, None, order.deadline_s) for run in runs if run]
+        if None in waits:
+            return ActionResult("", "rejected", _FULL)
+        if any(waits):
+            why = f"{counted(PREFETCHES_MAX, 'fetch')} are in flight"
+            return ActionResult("", "deferred", why, wanted)
+        if wanted < reached:
+            return ActionResult("", "clipped", f"to {counted(wanted, 'block')}", wanted)
+        return ActionResult("", "accepted", blocks=wanted)
+
+    def _cancel(self, message: tuple[str, str]) -> ActionResult:
+        """Give up the fetches of a message."""
+        with self._lock:
+            own = [one for one in self._fetching if one.message == message]
+            self._fetching = [one for one in self._fetching if one not in own]
+        blocks = 0
+        for one in own:
+            if one.fetch is not None:
+                blocks += len(one.fetch.keys)
+                one.fetch.release()
+        if not own:
+            return ActionResult("", "missing", "no prefetch of this message is in flight")
+        return ActionResult("", "accepted", blocks=blocks)
+
+    def _move(
+        self, message: tuple[str, str], scope: _Scoped, order: DemoteHint | ShareHint
+    ) -> ActionResult:
+        """Move or copy the blocks; those that are not in host memory are brought up first."""
+        self.require(order)
+        keys, salt = scope.keys, self._digest(scope.salt)
+        moved = self._moves(order, keys, salt)
+        if not moved.away:
+            return _outcome(moved)
+        again = partial(self._moves, order, keys, salt)
+        if self._fetch(message, moved.away, scope, again, None) is None:
+            return ActionResult("", "rejected", _FULL, moved.done)
+        why = f"{counted(len(moved.away), 'block')} must come to host memory first"
+        return ActionResult("", "deferred", why, moved.done)
+
+    def _require_level(self, name: str | None) -> None:
+        names = list(self._manager.ladder.indexes)[1:]
+        if name is not None and name not in (*names, OUT):
+            expected = ", ".join([*names, OUT])
+            raise Refused(f"no level below host has the name {name!r}: expected {expected}")
+
+    # ---- fetches
+
+    def _fetch(
+        self,
+        message: tuple[str, str],
+        keys: Sequence[BlockKey],
+        scope: _Scoped,
+        then: Callable[[], object] | None,
+        deadline_s: float | None,
+    ) -> bool | None:
+        """Bring blocks up now or later, then run ``then``.
+
+        Returns whether it has to wait for others; None if too many wait.
+        """
+
+        def begin() -> Fetch:
+            return self._manager.fetch(
+                keys, salt=scope.salt, saves=ANYTHING, is_use=False, deadline_s=deadline_s
+            )
+
+        one = _Fetching(message, begin, then)
+        with self._lock:
+            if len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
+                return None
+            self._fetching.append(one)
+        self._begin_waiting()
+        return one.fetch is None
+
+    def _begin_waiting(self) -> None:
+        """Begin fetches, oldest first, while fewer than the limit are in flight."""
+        while True:
+            with self._lock:
+                waiting = [one for one in self._fetching if one.fetch is None]
+                if not waiting or len(self._fetching) - len(waiting) >= PREFETCHES_MAX:
+                    return
+                one = waiting[0]
+                one.fetch = one.begin()
+
+    def _end(self, one: _Fetching) -> None:
+        if one.then is not None:
+            one.then()
+        if one.fetch is not None:
+            one.fetch.release()
+
+    # ---- outcomes
+
+    def _digest(self, salt: str) -> bytes:
+        return salt_digest(self._manager.namespace, salt)
+
+    def _rejected(self, action: HintAction, why: str) -> ActionResult:
+        return self._count(action.action_type, ActionResult(action.action_id, "rejected", why))
+
+    def _all_rejected(self, envelope: HintsEnvelope, why: str) -> list[ActionResult]:
+        return [self._rejected(action, why) for action in envelope.actions]
+
+    def _count(self, verb: str, result: ActionResult) -> ActionResult:
+        verb = verb.lower() if verb.lower() in VERBS else "unknown"
+        with self._lock:
+            self._counts[verb, result.outcome] += 1
+        return result
+
+
+def _outcome(moved: Moved) -> ActionResult:
+    """Return the outcome of a command."""
+    if moved.waiting:
+        return ActionResult("", "deferred", "the level's queue is full: send it again", moved.done)
+    if moved.done:
+        if moved.missing or moved.refused:
+            left = counted(moved.missing + moved.refused, "block")
+            return ActionResult("", "clipped", f"without {left}", moved.done)
+        return ActionResult("", "accepted", blocks=moved.done)
+    if moved.refused:
+        return ActionResult("", "rejected", "no level takes these blocks at their priority")
+    return ActionResult("", "missing", "no level holds these blocks")
+
+
+_REUSED = "the message id was used for other actions: expected a new one"
+_TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"
+_FULL = f"{WAITING_MAX} actions wait for their blocks: expected fewer at once"

@@ -1,0 +1,106 @@
+"""Hints that come with a request: done at its start as far as they can be, the rest at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvladder.hints.executor import HintExecutor, OwnRequest
+from kvladder.hints.protocol import (
+    ACTIONS_MAX,
+    VERSIONS,
+    ActionResult,
+    DemoteHint,
+    HintAction,
+    HintsEnvelope,
+    PinHint,
+    PrefetchHint,
+    Refused,
+    RetainHint,
+    ShareHint,
+    order_of,
+    read,
+)
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
+
+
+@dataclass(slots=True)
+class RequestHints:
+    """The hints of one request.
+
+    An action without tokens, keys or a session is about the request's own blocks. ``pin`` and
+    ``retain`` then decide how its blocks are saved. ``demote`` and ``share`` wait for its end.
+    """
+
+    results: list[ActionResult] = field(default_factory=list[ActionResult])
+    ranked: tuple[int, float | None] | None = None
+    """Priority of its blocks and its duration in seconds, None for good; None if not ranked."""
+    waiting: list[HintAction] = field(default_factory=list[HintAction])
+    """Actions about its own blocks, for when it has finished."""
+    message: str = ""
+    version: str = ""
+
+    def finish(self, executor: HintExecutor, runs: Sequence[Sequence[BlockKey]], salt: str) -> None:
+        """Do the actions that waited; ``runs`` are the keys of its blocks, by group of layers.
+
+        Blocks whose saves are still in flight follow when these have ended.
+        """
+        for action in self.waiting:
+            executor.later(action, [OwnRequest(run, salt) for run in runs if run])
+        self.waiting = []
+
+
+def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
+    """Do what the hints of a request ask at its start; never raises for what they contain."""
+    found = RequestHints()
+    try:
+        envelope = read(hints)
+    except Refused:
+        found.results = executor.apply(hints, caller=salt)  # counts it
+        return found
+    own = [action for action in envelope.actions[:ACTIONS_MAX] if _is_own(action, salt)]
+    if envelope.protocol_version not in VERSIONS or not own:
+        found.results = executor.apply(envelope, request=OwnRequest((), salt), caller=salt)
+        return found
+    rest = [action for action in envelope.actions if action not in own]
+    others = HintsEnvelope(envelope.protocol_version, envelope.message_id, rest)
+    done = executor.apply(others, request=OwnRequest((), salt), caller=salt) if rest else []
+    results = iter(done)
+    for action in envelope.actions:
+        found.results.append(_own(executor, found, action) if action in own else next(results))
+    return found
+
+
+def _is_own(action: HintAction, salt: str) -> bool:
+    """Return whether an action is right, and about the blocks of its own request."""
+    try:
+        order = order_of(action)
+    except Refused:
+        return False
+    cancels = isinstance(order, PrefetchHint) and order.cancels is not None
+    named = (order.tokens, order.keys, order.session)
+    return not cancels and all(one is None for one in named) and order.salt in (None, salt)
+
+
+def _own(executor: HintExecutor, found: RequestHints, action: HintAction) -> ActionResult:
+    """Do an action about the request's own blocks, as far as it can be done at its start."""
+    order = order_of(action)
+    result = ActionResult("", "accepted")
+    match order:
+        case PinHint() | RetainHint():
+            priority = PRIORITY_MAX if isinstance(order, PinHint) else order.priority
+            found.ranked, clipped = executor.clipped(priority, order.ttl_s)
+            if clipped:
+                result = ActionResult("", "clipped", clipped)
+        case DemoteHint() | ShareHint():
+            try:
+                executor.require(order)
+            except Refused as error:
+                result = ActionResult("", "rejected", str(error))
+            else:
+                found.waiting.append(action)
+                result = ActionResult("", "deferred", "until the request has finished")
+        case PrefetchHint():
+            result = ActionResult("", "accepted", "the request fetches its blocks itself")
+    return executor.count(action, result)

@@ -1,0 +1,1 @@
+"""The live shadow: what each level would bring at other sizes, measured while the cache runs."""
