@@ -19,6 +19,7 @@ from statistics import mean
 from time import perf_counter
 
 from benchmarks.policies.admission import two_levels
+from benchmarks.policies.hints import served_with_hints
 from benchmarks.policies.level import Level, keys_of, served, unbounded
 from benchmarks.policies.peers import BELADY, Outcome, peers
 from benchmarks.policies.traces import Trace, traces
@@ -136,6 +137,17 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
         summary.to_lru[cell] = ours.hits / max(1, lru.hits)
         if trace.is_agent and percent == AGENTS_SIZE:
             summary.saved.append(ours.work / lru.work)
+            hinted = served_with_hints(Adaptive(), trace, size, keys)
+            yield Row(
+                name=f"policies, {cell}, told the ends of sessions",
+                unit="hit ratio",
+                limit=bound.hits / blocks,
+                peer=lru.hits / blocks,
+                ours=hinted.hits / blocks,
+                ratio=(hinted.hits - lru.hits) / max(1, bound.hits - lru.hits),
+                goal="ratio >= 0.5",
+                note="peer: LRU without hints; ratio: the part of the way from there to the limit",
+            )
         summary.evicted.append(_lost(ours, most) / max(1.0, _lost(lru, most)))
         note = f"best peer: {best}; LRU {lru.hits / blocks:.4f}"
         if percent in {min(SIZES), AGENTS_SIZE, max(SIZES)}:
