@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from benchmarks import foreign
 from benchmarks.clients import __main__ as command
 from benchmarks.clients import turns
 from benchmarks.clients.inputs import (
@@ -82,6 +83,16 @@ def test_commands_name_the_server_and_the_folder_of_results() -> None:
 def test_a_package_that_cannot_be_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(Absent, match="absent"):
         into_folder(tmp_path / "place", [str(tmp_path / "absent.whl")])
+
+
+def test_an_environment_with_other_packages_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(foreign, "_run", lambda command: made.append(command[-1]))
+    for wanted in (["one==1"], ["one==1"], ["one==2"]):
+        assert foreign.into_environment(tmp_path, wanted) == tmp_path / "bin"
+    assert made == [str(tmp_path), "one==1", str(tmp_path), "one==2"]
 
 
 # ---- the proxy
