@@ -15,6 +15,7 @@ from inspect import Parameter, getdoc, signature
 from typing import Any, Final, get_args
 
 from kvladder.cli.check import check
+from kvladder.cli.dashboards import dashboards
 from kvladder.cli.evaluate import TooMuch, eval_
 from kvladder.cli.output import Unwritable, say
 from kvladder.cli.plan import plan
@@ -30,7 +31,7 @@ EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
 EXIT_PIPE: Final = 128 + 13
 """The exit code that a shell reports for a program ended by SIGPIPE."""
-COMMANDS: Final = (check, size, plan, replay, eval_, serve, stats, describe, purge)
+COMMANDS: Final = (check, size, plan, replay, eval_, serve, stats, describe, purge, dashboards)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """Matches the description of one parameter in a docstring."""
 

@@ -282,6 +282,8 @@ class FakeTier(Tier):
             "server_max_bytes": 0,
             "server_evicted": 0,
             "namespace_bytes": used,
+            "disk_free_bytes": 0,
+            "disk_size_bytes": used,
         }
 
     def describe(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 BELOW_HOST = {"queued", "queue_age_s", "removals", "corrupt", "unreadable", "encoded_bytes"}
-BELOW_HOST |= {"foreign", "calls_behind"}
+BELOW_HOST |= {"foreign", "calls_behind", "disk_free_bytes", "disk_size_bytes"}
 SHARED = {"namespace_bytes"}
 
 pytestmark = pytest.mark.slow  # importing vLLM alone takes seconds

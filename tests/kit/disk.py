@@ -363,6 +363,11 @@ class FakeDisk(Disk):
         names = (name[len(below) :] for name in self._names if name.startswith(below))
         return sorted(name for name in names if "/" not in name)
 
+    def room(self, path: Path) -> tuple[int, int]:
+        """Return the room below ``capacity_bytes``; measuring is no call that a crash counts."""
+        size = 1 << 50 if self.capacity_bytes is None else self.capacity_bytes
+        return max(size - sum(self.files().values()), 0), size
+
     def stat(self, path: Path) -> os.stat_result:
         self._call("stat", str(path))
         file = self._require(path)

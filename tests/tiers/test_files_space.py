@@ -425,3 +425,15 @@ async def test_a_newer_version_s_namespace_is_left_alone(disk: FakeDisk, new: Ne
     change_meta(a, version=4)
     await fill(b, 3)
     assert segments(a) == CAPACITY * STRIDE
+
+
+async def test_the_free_bytes_of_the_disk_are_told_at_each_write(disk: FakeDisk, new: New) -> None:
+    disk.capacity_bytes = 1 << 20
+    machine = new()
+    tier, _ = await machine.open()
+    for number in range(2):
+        held = sum(disk.files().values())
+        assert tier.gauges() == {"disk_free_bytes": (1 << 20) - held, "disk_size_bytes": 1 << 20}
+        disk.put(ROOT.parent / f"of-others-{number}", b"x" * 1000)
+        await machine.put(tier, (number, number))
+    await tier.aclose()

@@ -131,6 +131,11 @@ class Disk:
         """Return the status of ``path``; of the link itself if it is one."""
         return path.lstat()
 
+    def room(self, path: Path) -> tuple[int, int]:
+        """Return the free bytes of the file system of ``path``, and its size in bytes."""
+        info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
+
     def touch(self, path: Path) -> None:
         """Set the time of last change to now."""
         os.utime(path, follow_symlinks=False)

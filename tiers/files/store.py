@@ -44,6 +44,7 @@ class FileStore:
         budget_bytes: int = 0,
         slack_records: int = LOG_SLACK_RECORDS,
     ) -> None:
+        self._disk = disk
         self.directory = directory
         self.segments = Segments(disk, directory, meta, budget_bytes=budget_bytes)
         self.log = IndexLog(
@@ -54,6 +55,8 @@ class FileStore:
             slack_records=slack_records,
         )
         self.segments.find()
+        self.room: tuple[int, int] | None = None
+        """Free bytes and size of the file system, as last measured; None if that failed."""
 
     @classmethod
     def open(
@@ -100,6 +103,7 @@ class FileStore:
                 with store._tolerant():
                     store._reserve()
             store._choose(options.direct)
+            store.measure()
             undo.pop_all()
         return store
 
@@ -176,6 +180,11 @@ class FileStore:
         """Preallocate segments, and log space for the blocks in them."""
         self.segments.allocate(segments)
         self._reserve()
+
+    def measure(self) -> None:
+        """Measure the room on the file system."""
+        with suppress(OSError):
+            self.room = self._disk.room(self.directory.home)
 
     def close(self) -> None:
         """Flush the log, close all files, and release the directory. No call may be running."""

@@ -348,6 +348,12 @@ class FilesTier(Tier):
 
     # ---- the rest
 
+    def gauges(self) -> Mapping[str, int]:
+        if self._store is None or self._store.room is None:
+            return {}
+        free, size = self._store.room
+        return {"disk_free_bytes": free, "disk_size_bytes": size}
+
     def describe(self) -> dict[str, str]:
         settings = {"path": self.options.path, "threads": str(self.options.threads)}
         if self._store is not None:
@@ -412,6 +418,8 @@ class _Puts:
                 self.kept = self._written
             except OSError as error:
                 self.failures.append(error)
+        if is_last:
+            self._store.measure()
 
 
 def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:
