@@ -12,6 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvladder.cli.dashboards import RULES as RULES_FILE
+from kvladder.cli.dashboards import dashboards
 from kvladder.config.stack import load_config
 from kvladder.export.cache import server_layout
 from tests.deploy.chart import (
@@ -212,6 +214,15 @@ def test_the_operators_kinds_watch_the_engines():
     assert service["spec"]["ports"][0]["name"] == "http"
     (rule,) = of_kind(found, "PrometheusRule")
     assert rule["spec"] == yaml.safe_load(RULES)
+
+
+def test_the_rules_of_the_command_arrive_unchanged(tmp_path):
+    """Their templates for alerts are text to Helm."""
+    dashboards(out=tmp_path)
+    text = (tmp_path / RULES_FILE).read_text()
+    assert "{{" in text
+    (rule,) = of_kind(render({"monitoring": {"rules": text}}), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(text)
 
 
 def test_drains_take_one_pod_at_a_time():

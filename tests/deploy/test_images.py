@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import yaml
 from compose_spec import PyCompose
 from packaging.requirements import Requirement
 
+from kvladder.cli.dashboards import BOARD, RULES
 from kvladder.config.stack import load_config
 from kvladder.units import Size
 from tests.deploy.commands import require_command, require_vllm
@@ -112,6 +114,18 @@ def test_what_the_compose_file_mounts_is_there():
     assert not [name for name in files if not (COMPOSE / name).exists()]
     volumes = {one.split(":")[0] for one in mounts if one[0] not in "./$"}
     assert volumes == {*compose()["volumes"]}
+
+
+def test_the_compose_file_loads_the_rules_of_the_command():
+    (pattern,) = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())["rule_files"]
+    (provider,) = yaml.safe_load((COMPOSE / "grafana/boards.yaml").read_text())["providers"]
+    services = compose()["services"]
+    for service, folder, name in (
+        ("prometheus", str(Path(pattern).parent), RULES),
+        ("grafana", provider["options"]["path"], BOARD),
+    ):
+        assert f"./dashboards:{folder}:ro" in services[service]["volumes"]
+        assert fnmatch(name, Path(pattern).name if service == "prometheus" else "*.json")
 
 
 def test_ports_of_the_compose_file_agree():
