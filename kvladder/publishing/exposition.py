@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from kvladder.metrics import AGES_S, DISTANCES, POOL, SECTIONS, Stats
+from kvladder.metrics import AGES_S, DISTANCES, DURATIONS_S, POOL, SECTIONS, Stats
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,12 +21,13 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Statistics that it is made of, and the labels that each of them adds."""
     labels: tuple[str, ...] = ("tier",)
     section: str = "tier"
-    bounds: Literal["", "ages", "distances"] = ""
+    bounds: Literal["", "ages", "distances", "durations"] = ""
 
     @property
     def le(self) -> tuple[float, ...]:
         """Inclusive upper bounds of a histogram's buckets; empty for other kinds."""
-        return {"": (), "ages": AGES_S, "distances": DISTANCES}[self.bounds]
+        bounds = {"ages": AGES_S, "distances": DISTANCES, "durations": DURATIONS_S}
+        return bounds.get(self.bounds, ())
 
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
