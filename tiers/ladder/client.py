@@ -100,7 +100,7 @@ class CallOutcome(NamedTuple):
     """True if it failed because the medium is full."""
     took_s: float = 0.0
 
-    def count(self, durations: Histogram) -> None:
+    def add_to(self, durations: Histogram) -> None:
         """Count the duration, unless a breaker or abandoned calls kept the call from beginning."""
         if self.results is not None or self.took_s > 0:
             durations.observe(self.took_s)
