@@ -72,7 +72,11 @@ def samples(stats: Stats) -> Iterator[Sample]:
         for metric in _BY_SECTION.get(section, ()):
             for key, own in metric.fields.items():
                 if key in values:
-                    yield from _samples(metric, (*first, *own), values[key])
+                    labels = (*first, *own)
+                    if len(labels) == len(metric.labels):  # as nearly all are
+                        yield Sample(metric, labels, values[key])
+                    else:
+                        yield from _samples(metric, labels, values[key])
 
 
 def _samples(metric: Metric, labels: tuple[str, ...], value: Any) -> Iterator[Sample]:
