@@ -28,6 +28,7 @@ from kvladder.config.settings import (
     QuotaConfig,
     Sections,
 )
+from kvladder.config.sources import SHORT_SECTIONS
 from kvladder.units import Duration, Portion, Share, Size
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -283,7 +284,7 @@ def whole() -> dict[str, Any]:
     }
     file = section(Sections)
     properties = file["properties"]
-    for name in ("control", "record", "block"):  # each may be written as its one common setting
+    for name in SHORT_SECTIONS:  # each may be written as its one common setting
         short = properties[name].pop("description", "")
         properties[name] = {"anyOf": [properties[name], {"type": ["string", "integer"]}]}
         properties[name] |= {"description": short} if short else {}

@@ -14,8 +14,11 @@ from kvladder.arena import Arena, Slot
 from kvladder.config.registry import finder
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
+from kvladder.control.answers import CacheAnswers
+from kvladder.control.guard import Guard
+from kvladder.control.ports import BoundPort
 from kvladder.control.server import ControlServer
-from kvladder.control.sockets import socket_path
+from kvladder.control.sockets import BoundSocket, socket_path
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -23,6 +26,7 @@ from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.preflight import warn_at_start
+from kvladder.publishing.exposition import exposed
 from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.shadow.live import LiveShadow
@@ -145,18 +149,44 @@ def _admit(
     *,
     serves: bool,
 ) -> None:
-    """Begin what uses the cache beside the engine: the shadow, the control socket, the export."""
+    """Begin what uses the cache beside the engine: the shadow, its HTTP server, the export."""
     shadow = stack.shared.listener
     if isinstance(shadow, LiveShadow):
         begin_shadow(shadow, config, manager.layout, stack)
         manager.report("shadow", shadow.stats, shadow.describe)
-    if config.control.path is not None:
-        path = socket_path(config.control.path, instance)
-        manager.admit(ControlServer(path, manager, runtime, say=stack.shared.notices.say))
+    if config.control.path is not None or config.http.listen is not None:
+        _serve_http(config, manager, stack, runtime, instance)
     if config.export.listen is not None:
         export = _export(config, manager, stack, runtime, instance, serves=serves)
         manager.admit(export)
         manager.report("export", export.counts)
+
+
+def _serve_http(
+    config: StackConfig, manager: CacheManager, stack: TierStack, runtime: Runtime, instance: int
+) -> None:
+    """Begin to answer at the control socket and at the port, as far as they are configured."""
+    from kvladder import __version__ as version
+
+    layout, notices = manager.layout, stack.shared.notices
+    facts = {
+        "version": version,
+        "block_tokens": layout.block_tokens,
+        "block_bytes": layout.block_bytes,
+        "levels": [{"name": one.name, "type": one.type} for one in config.tiers],
+    }
+    guard = Guard(config.http.secret, config.http.hosts)
+    answers = CacheAnswers(manager, runtime, notices.recent, exposed, facts, stack.shared.clock.now)
+    server = ControlServer(answers, notices.say)
+    answers.listens = lambda: server.names
+    manager.admit(server)
+    server.prepare(stack.lock.be_patient)
+    if config.control.path is not None:
+        path = socket_path(config.control.path, instance)
+        server.listen(lambda: BoundSocket(path), "control socket")
+    if config.http.listen is not None:
+        address = config.http.of(instance)
+        server.listen(lambda: BoundPort(address), "HTTP port", guard)
 
 
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:

@@ -55,6 +55,11 @@ NEVER_SEEN: Final = MissCause("", "never_seen")
 
 AGES_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 """Upper bounds of the buckets for a block's age."""
+DURATIONS_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
+"""Upper bounds of the buckets for the duration of a call to a tier."""
 DISTANCES = tuple(4**power for power in range(2, 13))
 """Upper bounds of the buckets for a reuse distance in blocks: 16 to 16 million."""
 
@@ -106,11 +111,11 @@ class LevelStats:
     sampled: int = 0
     """Blocks not fetched so that the engine computes them once: this measures its speed."""
     stored: int = 0
-    stored_s: float = 0.0
-    """Seconds during which writes were in flight."""
+    stored_call_s: Histogram = field(default_factory=lambda: Histogram(DURATIONS_S))
+    """Durations of the calls that write; calls that time out count with their timeout."""
     loaded: int = 0
-    loaded_s: float = 0.0
-    """Seconds during which reads were in flight."""
+    loaded_call_s: Histogram = field(default_factory=lambda: Histogram(DURATIONS_S))
+    """Durations of the calls that read."""
     recovered: int = 0
     probed: int = 0
     """Blocks that a shared tier was asked about."""
@@ -147,6 +152,8 @@ class LevelStats:
             name: getattr(self, name) for name in self.__slots__ if name != "dropped"
         }
         for name in ("stored", "loaded"):
+            calls = found[f"{name}_call_s"] = found[f"{name}_call_s"].as_dict()
+            found[f"{name}_s"] = calls["sum"]  # seconds during which calls were in flight
             found[f"{name}_bytes"] = found[name] * block_bytes
         dropped: dict[str, dict[str, int]] = {}
         for (reason, tens), count in sorted(self.dropped.items()):

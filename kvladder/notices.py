@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
+RECENT_MAX: Final = 100
+"""Largest number of recent notices that are kept."""
 logger = logging.getLogger("kvladder")
+
+
+class Notice(NamedTuple):
+    """A notice that was logged, or left out of the log."""
+
+    at_s: float
+    kind: str
+    text: str
 
 
 class Notices:
@@ -36,10 +48,18 @@ class Notices:
         self._every_s = every_s
         self._last: dict[str, float] = {}
         self._held: dict[str, int] = {}
+        self._recent: deque[Notice] = deque(maxlen=RECENT_MAX)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return the last ``RECENT_MAX`` notices, newest first, with their age in seconds."""
+        now = self._now()
+        kept = reversed(self._recent.copy())
+        return [{"age_s": now - one.at_s, "kind": one.kind, "text": one.text} for one in kept]
 
     def say(self, kind: str, message: str) -> None:
         """Log ``message`` as a warning unless one of this ``kind`` was logged in ``every_s``."""
         now = self._now()
+        self._recent.append(Notice(now, kind, message))
         last = self._last.get(kind)
         if last is not None and now - last < self._every_s:
             self._held[kind] = self._held.get(kind, 0) + 1

@@ -19,9 +19,11 @@ from typing import Final, NamedTuple, TypeVar
 from packaging.requirements import Requirement
 
 from kvladder.arena import memory_available
+from kvladder.config.http import HttpConfig
 from kvladder.config.registry import tier_type
 from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
+from kvladder.control.ports import BoundPort
 from kvladder.control.sockets import require_name
 from kvladder.errors import ConfigError, TierError, Unavailable, blames_settings, refusal
 from kvladder.layout import Layout
@@ -99,6 +101,8 @@ def _preflight(config: StackConfig) -> Findings:
     if config.control.path is not None:
         path = Path(config.control.path)
         _try(found, config, "", lambda: _socket(path, found.warnings.append))
+    if config.http.listen is not None:
+        _try(found, config, "", lambda: _http(config.http, found.warnings.append))
     if config.record.path is not None:
         record = config.record
         _try(found, config, "", lambda: require_place(record.of(0)))
@@ -211,6 +215,15 @@ def _socket(path: Path, warn: Callable[[str], object]) -> None:
         if blames_settings(error):
             raise ConfigError(f"{path}: {error.strerror}", path="control.path") from error
         warn(f"control.path: {path}: {error.strerror}: {then}")
+
+
+def _http(config: HttpConfig, warn: Callable[[str], object]) -> None:
+    """Raise ConfigError if the token cannot be read; warn if the port cannot be bound now."""
+    _ = config.secret
+    try:
+        BoundPort(config.of(0)).close()
+    except Unavailable as error:
+        warn(f"http.listen: {error}: the cache would start without its HTTP port, and try again")
 
 
 def _is_there(distribution: str) -> bool:

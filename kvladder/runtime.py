@@ -25,17 +25,17 @@ class Runtime:
     """Owns an event loop in its own thread. Nothing is global: each cache has one runtime.
 
     The engine's thread uses ``post``, which never waits, and ``call``, which waits (for open and
-    close).
+    close). ``name`` is that of its thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "kvladder-loop") -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._handle)
         self._notices = Notices(SystemClock().now)
         self.faults = 0
         """Number of errors that stopped the loop (it was restarted) or that no code awaited."""
         self._pools: list[BlockingPool] = []
-        self._thread = threading.Thread(target=self._serve, name="kvladder-loop", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._closed = False
         self._thread.start()
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import msgspec
 
 from kvladder.config import registry
+from kvladder.config.http import HttpConfig, port_of
 from kvladder.config.shadow import ShadowConfig
 from kvladder.errors import ConfigError
 from kvladder.layout import Kind, Layout
@@ -189,7 +190,6 @@ class RecordConfig(Settings, frozen=True, kw_only=True):
 
 
 WILDCARDS = {"0.0.0.0", "*", "[::]"}  # noqa: S104 - what is refused as an address of clients
-PORT_MAX = 65535
 
 
 class ExportConfig(Settings, frozen=True, kw_only=True):
@@ -252,11 +252,7 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
             That port does not exist.
         """
         host, _, port = (self.listen or "").rpartition(":")
-        own = int(port) + instance if int(port or 0) else 0
-        if own > PORT_MAX:
-            hint = f"expected a port of at most {PORT_MAX - instance}"
-            what = f"engine {instance} would listen at {own}"
-            raise ConfigError(what, path="export.listen", hint=hint)
+        own = port_of(int(port or 0), instance, "export.listen")
         if not host:
             return self
         name = f"{self.name}-dp{instance}" if self.name and instance else self.name
@@ -298,6 +294,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     fetch: FetchConfig = FetchConfig()
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
+    http: HttpConfig = HttpConfig()
     export: ExportConfig = ExportConfig()
     record: RecordConfig = RecordConfig()
     shadow: ShadowConfig = ShadowConfig()

@@ -33,6 +33,8 @@ PREFIX = "KVLADDER__"
 FREE_SHARE = 0.8
 """Share of a file system's free space that the short form uses."""
 SHORT_KEYS = ("host", "files", "capacity")
+SHORT_SECTIONS = {"control": "path", "http": "listen", "record": "path", "block": "size"}
+"""Sections that one value may stand for, and the setting that it is."""
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 
 
@@ -169,7 +171,7 @@ def _gather(
             found.lay(keys, _text(env[name], name), "environment", name)
     for path, value in _leaves(_plain(overrides, "", found)):
         found.lay(path, value, "engine")
-    for section, key in (("control", "path"), ("record", "path"), ("block", "size")):
+    for section, key in SHORT_SECTIONS.items():
         if isinstance(found.raw.get(section), str | int):
             found.raw[section] = {key: found.raw[section]}
     if isinstance(found.raw.get("shadow"), bool | str):

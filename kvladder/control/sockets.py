@@ -8,7 +8,9 @@ import re
 import socket
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -112,6 +114,11 @@ class BoundSocket:
             kind = ConfigError if blames_settings(error) else Unavailable
             raise kind(f"{path}: {why}", path=WHERE, hint=hint) from error
 
+    @property
+    def name(self) -> str:
+        """Path of the socket."""
+        return str(self.path)
+
     def _locked(self) -> int:
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -188,6 +195,20 @@ class NobodyThere(NotAnswering):
     """No process listens at the socket: it was killed, or has removed the socket meanwhile."""
 
 
+class _UnixConnection(HTTPConnection):
+    """A connection of the standard library's client to a Unix-domain socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(min(CONNECT_S, self.timeout or CONNECT_S))
+        self.sock.connect(str(self._path))
+        self.sock.settimeout(self.timeout)
+
+
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> Any:
     """Send one request to a running cache and return its result.
 
@@ -196,7 +217,8 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     path:
         The cache's control socket.
     request:
-        ``command`` and its arguments, see ``docs/how-to/control.md``.
+        ``command`` (``stats``, ``describe``, ``status`` or ``purge``) and its arguments, see
+        ``docs/how-to/control.md``.
     timeout_s:
         Time limit for the answer, in seconds.
 
@@ -209,28 +231,33 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     ConfigError
         The cache refuses the request; the message says why.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-        try:
-            stream.settimeout(min(CONNECT_S, timeout_s))
-            try:
-                stream.connect(str(path))
-            except (ConnectionRefusedError, FileNotFoundError) as error:
-                why = f"no answer: {error.strerror}"
-                raise NobodyThere(why, path=str(path), hint=_RUNNING_HINT) from error
-            stream.settimeout(timeout_s)
-            stream.sendall(msgspec.json.encode(request) + b"\n")
-            with stream.makefile("rb") as answers:
-                data = answers.readline(REPLY_BYTES_MAX)
-            if not data.endswith(b"\n"):
-                raise ConnectionError("the process hung up, or its answer was too long")
-        except OSError as error:
-            why = error.strerror or str(error)
-            hint = _USER_HINT if isinstance(error, PermissionError) else _RUNNING_HINT
-            raise NotAnswering(f"no answer: {why}", path=str(path), hint=hint) from error
+    command = request["command"]
+    arguments = {name: value for name, value in request.items() if name != "command"}
+    try:
+        with closing(_UnixConnection(path, timeout_s)) as client:
+            if command == "purge":
+                body = msgspec.json.encode(arguments)
+                client.request("POST", "/purge", body, {"Content-Type": "application/json"})
+            else:
+                client.request("GET", "/describe" if command == "describe" else "/status")
+            answer = client.getresponse()
+            status, data = answer.status, answer.read(REPLY_BYTES_MAX)
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        why = f"no answer: {error.strerror}"
+        raise NobodyThere(why, path=str(path), hint=_RUNNING_HINT) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = _USER_HINT if isinstance(error, PermissionError) else _RUNNING_HINT
+        raise NotAnswering(f"no answer: {why}", path=str(path), hint=hint) from error
+    except HTTPException as error:
+        why = f"not HTTP: {error!r}"
+        raise NotAnswering(why, path=str(path), hint=_RUNNING_HINT) from error
+    if command == "describe" and status == HTTPStatus.OK:
+        return data.decode()
     try:
         reply = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise NotAnswering(f"not JSON: {error}", path=str(path), hint=_RUNNING_HINT) from error
-    if "error" in reply:
-        raise ConfigError(str(reply["error"]), path=str(path))
-    return reply.get("result")
+    if status != HTTPStatus.OK:
+        raise ConfigError(str(reply.get("error", status)), path=str(path))
+    return reply["stats"] if command == "stats" else reply

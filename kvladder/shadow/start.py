@@ -81,4 +81,4 @@ def begin_shadow(shadow: LiveShadow, config: StackConfig, layout: Layout, stack:
 def _load_s(level: Level) -> float:
     """Return the seconds that a level has taken to load a block, on average; 0 if it has not."""
     stats = level.stats
-    return stats.loaded_s / stats.loaded if stats.loaded else 0.0
+    return stats.loaded_call_s.sum / stats.loaded if stats.loaded else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -23,7 +25,7 @@ from kvladder.manager import CacheManager
 from kvladder.testing import TierTests
 from kvladder.tiers.isolated.tier import IsolatedTier
 from tests.kit.served import COMMAND, Server
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
@@ -301,6 +303,16 @@ def test_keys_are_created_once_and_readable_only_by_their_owner(tmp_path: Path) 
 def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) -> None:
     with pytest.raises(ConfigError, match=r"block\.size: has no effect here"):
         kvladder.open_cache({**server.stack, "control": {}}, layout=LAYOUT)
+
+
+def test_a_server_answers_over_http(server: Server) -> None:
+    told = {}
+    for path in ("readyz", "metrics", "status"):
+        with urlopen(f"http://{server.stack['http']}/{path}", timeout=PATIENCE_S) as answer:
+            told[path] = answer.read().decode()
+    assert told["readyz"] == "ok\nhost: open\nfiles: open\n"
+    assert "\nkvladder_export_clients " in told["metrics"]
+    assert json.loads(told["status"])["stats"]["export"]["port"]
 
 
 def test_check_reports_on_a_servers_file(server: Server, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Server:
                 **export,
             },
             "control": str(folder / "control"),
+            "http": f"127.0.0.1:{free_ports(1)[0]}",
         }
         self._start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from kvladder.metrics import DURATIONS_S
 from kvladder.testing.fakes import Delay, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.definition import LevelSettings
@@ -131,3 +132,19 @@ async def test_statistics_are_plain_data() -> None:
         await cache.settle()
         stats = cache.manager.stats()
         assert json.loads(json.dumps(stats)) == stats
+
+
+async def test_calls_are_counted_by_their_duration_and_a_timeout_with_its_limit() -> None:
+    script = [Delay(0.02, on="put"), Hang(on="get")]
+    tier = FakeTier(script, store=await flushed((1,)), durable=True)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(2, 3))
+        await cache.settle()
+        assert await cache.load(cache.keys(1)) == []
+        stats = cache.manager.stats()["level1"]
+    bounds = [*DURATIONS_S, float("inf")]
+    for name, took_s in (("stored", 0.02), ("loaded", QUICK.calls.timeout_s)):
+        calls = stats[f"{name}_call_s"]
+        met = [bound for bound, n in zip(bounds, calls["counts"], strict=True) if n]
+        assert met == [next(bound for bound in bounds if took_s <= bound)], name
+        assert stats[f"{name}_s"] == calls["sum"] >= took_s

@@ -11,14 +11,16 @@ import socket
 import stat
 import time
 from contextlib import suppress
+from http.client import parse_headers
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from kvladder import open_cache
-from kvladder.control import server as control
-from kvladder.control.server import CLIENTS_MAX, REQUEST_BYTES_MAX, ControlServer
+from kvladder.control import http, server
+from kvladder.control.http import REQUEST_BYTES_MAX
+from kvladder.control.server import CLIENTS_MAX, HttpListener
 from kvladder.control.sockets import (
     BoundSocket,
     NobodyThere,
@@ -35,6 +37,7 @@ from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
+STRANGE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 LAYOUT = Layout(block_tokens=1, block_bytes=64, fields={"model": "controlled"})
 
 
@@ -62,18 +65,34 @@ def save(cache, numbers, salt=""):
     return keys
 
 
+def get(command, *more):
+    """Return a request as bytes."""
+    lines = [f"GET {command} HTTP/1.1", "Host: localhost", *more]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+def post(body, *more):
+    head = "Content-Type: application/json", f"Content-Length: {len(body)}", *more
+    return get("/purge", *head).replace(b"GET", b"POST") + body
+
+
 def said(path, data, *, more=True):
-    """Return the replies to these bytes, until it hangs up or has answered each line."""
+    """Return status and text of the answers to these bytes, until it hangs up."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.settimeout(PATIENCE_S)
         stream.connect(str(path))
         stream.sendall(data)
         if more:
             stream.shutdown(socket.SHUT_WR)
-        found = b""
-        while part := stream.recv(1 << 16):
-            found += part
-    return [json.loads(line) for line in found.splitlines()]
+        with stream.makefile("rb") as file:
+            return [*answers(file)]
+
+
+def answers(file):
+    while line := file.readline():
+        headers = parse_headers(file)
+        body = file.read(int(headers["Content-Length"]))
+        yield int(line.split()[1]), body.decode()
 
 
 def wait_for_a_place(path):
@@ -114,10 +133,10 @@ def test_a_salt_and_then_all_are_purged(cache, path):
 
 
 def test_connections_may_ask_repeatedly_and_concurrently(cache, path):
-    line = b'{"command": "describe"}\n'
+    request = get("/describe")
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(str(path))
-        assert said(path, line * 3) == [{"result": cache.describe()}] * 3
+        assert said(path, request * 3) == [(200, cache.describe())] * 3
 
 
 def test_secrets_are_not_shown(path):
@@ -131,44 +150,57 @@ def test_secrets_are_not_shown(path):
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("data", "status", "why"),
     [
-        (b"", "not a request"),
-        (b"hello", "not a request"),
-        (b"\xff\xfe", "not a request"),
-        (b"[" * 10_000, "not a request"),
-        (b"[]", "not a request"),
-        (b"{}", "missing required field `command`"),
-        (b'{"command": "stop"}', "Invalid value 'stop'"),
-        (b'{"command": "stats", "salt": "a"}', "unknown field `salt`"),
-        (b'{"command": "purge"}', "either a salt or all: true"),
-        (b'{"command": "purge", "salt": "a", "all": true}', "either a salt or all: true"),
-        (b'{"command": "purge", "salt": ""}', "length >= 1"),
-        (b'{"command": "purge", "salt": 7}', "Expected `str | null`"),
-        (b'{"command": "purge", "all": true, "wait_s": -1}', ">= 0"),
-        (b'{"command": "purge", "all": true, "wait_s": NaN}', "not a request"),
-        (b'{"command": "purge", "all": true, "namespace": "beef"}', "expected namespace "),
+        (b"hello\r\n\r\n", 400, "not an HTTP request"),
+        (b"\xff\xfe\r\n\r\n", 400, "not an HTTP request"),
+        (b'{"command": "stats"}\n\r\n\r\n', 400, "not an HTTP request"),
+        (b"GET /status HTTP/1.1\r\n\r\n", 400, "not an HTTP request"),
+        (get("/stop"), 404, "no such path: expected one of /, /livez"),
+        (get("/purge"), 405, "expected method POST"),
+        (post(b""), 400, "not a request"),
+        (post(b"hello"), 400, "not a request"),
+        (post(b"[" * 10_000), 400, "not a request"),
+        (post(b"[]"), 400, "not a request"),
+        (post(b"{}"), 400, "either a salt or all: true"),
+        (post(b'{"salt": "a", "all": true}'), 400, "either a salt or all: true"),
+        (post(b'{"salt": ""}'), 400, "length >= 1"),
+        (post(b'{"salt": 7}'), 400, "Expected `str | null`"),
+        (post(b'{"salt": "a", "more": 1}'), 400, "unknown field `more`"),
+        (post(b'{"all": true, "wait_s": -1}'), 400, ">= 0"),
+        (post(b'{"all": true, "wait_s": NaN}'), 400, "not a request"),
+        (post(b'{"all": true, "namespace": "beef"}'), 409, "expected namespace "),
     ],
 )
-def test_invalid_requests_are_refused_and_change_nothing(cache, path, line, why):
+def test_invalid_requests_are_refused_and_change_nothing(cache, path, data, status, why):
     save(cache, range(3), "a")
-    (reply,) = said(path, line + b"\n")
-    assert why in reply["error"]
+    ((found, text),) = said(path, data)
+    assert found == status
+    assert why in json.loads(text)["error"]
     assert cache.lookup([BlockKey(n.to_bytes(32, "little")) for n in range(3)]).total == 3
     assert ask(path, {"command": "describe"})
 
 
-def test_a_client_with_an_endless_line_is_disconnected(cache, path):
-    (reply,) = said(path, b"x" * (10 * REQUEST_BYTES_MAX))
-    assert f"at most {REQUEST_BYTES_MAX} bytes" in reply["error"]
-    assert said(path, b'{"command": "stats"}') == [], "half a line is none"
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /" + b"x" * (10 * REQUEST_BYTES_MAX), 431),
+        (post(b"x" * (10 * REQUEST_BYTES_MAX)), 413),
+    ],
+    ids=["head", "body"],
+)
+def test_a_client_with_an_endless_request_is_told_and_disconnected(cache, path, data, status):
+    ((found, text),) = said(path, data)
+    assert found == status
+    assert f"at most {REQUEST_BYTES_MAX} bytes" in json.loads(text)["error"]
+    ((found, _),) = said(path, b"GET /status HTTP/1.1\r\nHost: localhost\r\n")
+    assert found == 400, "half a request is none"
 
 
 def test_random_requests_do_not_stop_the_cache(cache, path):
     dice = random.Random(5)
     for _ in range(200):
-        good = json.dumps({"command": dice.choice(["stats", "describe"])}).encode() + b"\n"
-        data = bytearray(good)
+        data = bytearray(get(dice.choice(["/status", "/describe", "/metrics"])))
         for _ in range(dice.randrange(4)):
             data[dice.randrange(len(data))] = dice.randrange(256)
         said(path, bytes(data[: dice.randrange(len(data) + 1)]))
@@ -176,19 +208,19 @@ def test_random_requests_do_not_stop_the_cache(cache, path):
 
 
 def test_a_silent_client_is_disconnected(cache, path, monkeypatch):
-    monkeypatch.setattr(control, "REQUEST_S", 0.1)
+    monkeypatch.setattr(http, "REQUEST_S", 0.1)
     assert said(path, b"", more=False) == []
 
 
 def test_a_client_that_reads_no_answer_is_disconnected(cache, path, monkeypatch):
-    monkeypatch.setattr(control, "REQUEST_S", 0.3)
+    monkeypatch.setattr(http, "REQUEST_S", 0.3)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.settimeout(0.1)
         deaf.connect(str(path))
 
         def is_cut_off():
             try:
-                deaf.sendall(b'{"command": "describe"}\n' * 100)
+                deaf.sendall(get("/describe") * 100)
             except TimeoutError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
@@ -203,7 +235,7 @@ def test_the_number_of_clients_is_limited(cache, path):
     try:
         for stream in streams:
             stream.connect(str(path))
-            stream.sendall(b'{"command": "stats"}\n')
+            stream.sendall(get("/status"))
             assert stream.recv(1 << 20)
         with pytest.raises(ConfigError, match=f"{CLIENTS_MAX} clients are already connected"):
             ask(path, {"command": "stats"})
@@ -223,7 +255,7 @@ def test_only_the_owner_may_connect_and_closing_leaves_nothing(path):
         assert stat.S_IMODE(path.with_name("kv.sock.lock").stat().st_mode) == 0o600
         with socket.socket(socket.AF_UNIX) as client:  # still there when it closes
             client.connect(str(path))
-            client.sendall(b'{"command": "stats"}\n')
+            client.sendall(get("/status"))
             assert client.recv(1)
             later = socket.socket(socket.AF_UNIX)
             later.settimeout(PATIENCE_S)
@@ -239,12 +271,12 @@ def test_clients_that_connect_during_a_close_are_disconnected(path):
     """A client that was accepted a moment before has no task yet that could be ended."""
     runtime, nobody = Runtime(), cast("Any", None)  # it gets no calls
     for _ in range(100):
-        server = ControlServer(path, nobody, runtime)
+        listener = HttpListener(lambda: BoundSocket(path), "control socket", nobody, runtime)
         clients = [socket.socket(socket.AF_UNIX) for _ in range(6)]
         for client in clients:
             client.settimeout(PATIENCE_S)
             client.connect(str(path))
-        server.close()
+        listener.close()
         for client in clients:
             with suppress(ConnectionResetError):  # it was not accepted
                 assert client.recv(1) == b""
@@ -257,13 +289,13 @@ def test_a_waiting_purge_does_not_keep_the_cache_from_closing(path, monkeypatch)
     with open_cache(settings(path), layout=LAYOUT), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(PATIENCE_S)
         client.connect(str(path))
-        client.sendall(b'{"command": "purge", "salt": "a", "wait_s": 86400}\n')
+        client.sendall(post(b'{"salt": "a", "wait_s": 86400}'))
         time.sleep(0.1)
 
 
 def test_a_disconnected_client_frees_its_place(cache, path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
-    request = b'{"command": "purge", "salt": "a", "wait_s": 86400}\n'
+    request = post(b'{"salt": "a", "wait_s": 86400}')
     for _ in range(CLIENTS_MAX):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
@@ -276,14 +308,16 @@ def test_a_client_that_ended_only_its_own_side_still_gets_its_answer(cache, path
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
-        client.sendall(b'{"command": "purge", "salt": "a", "wait_s": 60}\n')
+        client.sendall(post(b'{"salt": "a", "wait_s": 60}'))
         client.shutdown(socket.SHUT_WR)
         client.settimeout(0.3)
         with pytest.raises(TimeoutError):
             client.recv(1)
         monkeypatch.setattr("kvladder.manager.CacheManager.removals", 0)
         client.settimeout(PATIENCE_S)
-        assert json.loads(client.recv(1 << 16))["result"]["left"] == 0
+        with client.makefile("rb") as file:
+            ((status, text),) = answers(file)
+        assert (status, json.loads(text)["left"]) == (200, 0)
 
 
 def test_an_unfinished_purge_reports_the_removals_left(cache, path, monkeypatch):
@@ -292,7 +326,7 @@ def test_an_unfinished_purge_reports_the_removals_left(cache, path, monkeypatch)
 
 
 def test_a_cache_starts_with_its_socket_in_use_and_takes_it_once_free(path, monkeypatch, caplog):
-    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    monkeypatch.setattr(server, "RETRY_S", 0.01)
     with open_cache(settings(path), layout=LAYOUT):
         other = open_cache(settings(path, block={"salt": "other"}), layout=LAYOUT)
         assert f"{path} is in use by process {os.getpid()} (end that process" in caplog.text
@@ -337,7 +371,7 @@ def test_the_owner_of_a_socket_is_known_from_its_listener_or_its_lock(path, list
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
 def test_a_socket_is_retried_on_a_file_system_that_refuses_it(path, monkeypatch, caplog, code):
-    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    monkeypatch.setattr(server, "RETRY_S", 0.01)
     locked, works = BoundSocket._locked, list[bool]()
 
     def fail(self):
@@ -428,11 +462,12 @@ def test_answers_of_a_foreign_server_are_refused(tmp_path):
     with socket.socket(socket.AF_UNIX) as strange:
         strange.bind(str(tmp_path / "strange"))
         strange.listen()
-        for answer, why in ((b"hello\n", "not JSON"), (b"", "hung up")):
+        strangers = (b"hello\n", "not HTTP"), (b"", "closed connection"), (STRANGE, "not JSON")
+        for answer, why in strangers:
             client = os.fork()
             if client == 0:
                 stream, _ = strange.accept()
-                stream.recv(100)
+                stream.recv(1000)
                 stream.sendall(answer)
                 os._exit(0)
             with pytest.raises(NotAnswering, match=why):

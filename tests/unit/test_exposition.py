@@ -12,7 +12,7 @@ from kvladder.keys import BlockKey
 from kvladder.metrics import DISTANCES, SECTIONS
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.prices import Prices
-from kvladder.publishing.exposition import METRICS, samples
+from kvladder.publishing.exposition import METRICS, OPEN_METRICS, exposed, samples
 from kvladder.shadow.level import ShadowSpec
 from kvladder.shadow.live import LiveShadow, ShadowClocks
 from kvladder.shadow.worth import WorthSource
@@ -116,3 +116,34 @@ async def test_prometheus_parses_the_output_of_the_collector() -> None:
     }
     assert reuse["bucket", "16.0"] == reuse["bucket", "+Inf"] == reuse["count", None] == 4
     assert len(reuse) == len(DISTANCES) + 3
+
+
+@pytest.mark.parametrize("accept", ["", OPEN_METRICS])
+async def test_the_text_is_what_the_collector_and_the_library_write(accept: str) -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+    from prometheus_client.parser import text_string_to_metric_families as plain
+
+    from kvladder.publishing.prometheus import StatsCollector
+
+    async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), priorities=[35, 47])
+        await cache.settle()
+        await cache.load(cache.keys(1, 2))
+        stats = cache.manager.stats()
+    stats['a "b" \\ c\n'] = {"blocks": 3, "queue_age_s": float("inf"), "tenants": {}}
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: stats))
+    encode, _ = choose_encoder(accept)
+    parse = open_metrics if accept else plain
+    text, kind = exposed(stats, accept)
+    assert kind.startswith(accept or "text/plain")
+    ours, theirs = ({f.name: f for f in parse(t.decode())} for t in (text, encode(registry)))
+    assert ours.keys() == theirs.keys()
+    for name, family in ours.items():
+        same = theirs[name]
+        assert (family.type, family.documentation) == (same.type, same.documentation)
+        told = {(s.name, *sorted(s.labels.items())): s.value for s in family.samples}
+        assert told == {(s.name, *sorted(s.labels.items())): s.value for s in same.samples}

@@ -125,6 +125,21 @@ def test_a_control_socket_that_cannot_have_its_name_is_reported(tmp_path):
     assert not preflight(config(control=str(tmp_path / "left"))).errors
 
 
+def test_the_http_port_and_its_token_are_checked(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        found = preflight(config(http=address))
+        assert found.errors == []
+        (warning,) = found.warnings
+        assert warning.startswith(f"http.listen: {address}: Address already in use")
+    assert preflight(config(http=address)).warnings == []
+    absent = {"listen": address, "token_file": str(tmp_path / "absent")}
+    (error,) = preflight(config(http=absent)).errors
+    assert error.path == "http.token_file"
+
+
 def test_addresses_for_events_are_checked():
     pytest.importorskip("zmq")
     with socket.socket() as taken:

@@ -11,7 +11,7 @@ from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
-from kvladder.metrics import LevelStats
+from kvladder.metrics import Histogram, LevelStats
 from kvladder.tiers.answers import KINDS, Kind, Results, checked, wrong
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.codecs.pipeline import CodecPipeline
@@ -55,6 +55,11 @@ class CallOutcome(NamedTuple):
     full: bool = False
     """True if it failed because the medium is full."""
     took_s: float = 0.0
+
+    def add_to(self, durations: Histogram) -> None:
+        """Count the duration, unless a breaker or abandoned calls kept the call from beginning."""
+        if self.results is not None or self.took_s > 0:
+            durations.observe(self.took_s)
 
 
 class TierClient:

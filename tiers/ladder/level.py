@@ -299,7 +299,7 @@ class Level(EvictingLevel):
 
     def settle(self, blocks: Sequence[LevelWrite], answer: CallOutcome) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
-        self.stats.stored_s += answer.took_s
+        answer.add_to(self.stats.stored_call_s)
         keys, stored = [*self._in_flight.writing], 0
         if answer.full:
             self._full(blocks)
@@ -385,7 +385,7 @@ class Level(EvictingLevel):
     def came(self, blocks: Sequence[LevelRead], answer: CallOutcome) -> Sequence[bool]:
         """Return which blocks were read, and mark them used, tail first; drop the lost ones."""
         stats, results = self.stats, answer.results
-        stats.loaded_s += answer.took_s
+        answer.add_to(stats.loaded_call_s)
         if results is None:
             return [False] * len(blocks)
         both = zip(blocks, results, self.index.at([block.place for block in blocks]), strict=True)

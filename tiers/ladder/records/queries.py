@@ -48,6 +48,7 @@ class IndexQueries(Tenanted[P]):
         tenants = {} if self.tenants is None else self.tenants.as_dict()
         return {
             "blocks": len(self),
+            "pinned": self._pinned,
             "clipped": self.clipped,
             "tenants": tenants,
             "eviction_age_s": self.ages.as_dict(),
