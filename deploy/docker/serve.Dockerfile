@@ -20,5 +20,6 @@ RUN python3 -m pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
     && kvladder --version
 USER 10001:10001
 EXPOSE 7470
+EXPOSE 9480
 ENTRYPOINT ["kvladder", "serve"]
 CMD ["/etc/kvladder/server.yaml"]

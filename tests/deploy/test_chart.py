@@ -34,7 +34,7 @@ OF_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of the Prometheus operator, without a schema among Kubernetes' own."""
 VERSIONS = ["1.30.0", kubernetes_validate.latest_version()]
 ENVIRONMENT = {"KVLADDER_REDIS_URL": "redis://redis:6379", "POD_IP": "10.0.0.9"}
-ENVIRONMENT |= {"KVLADDER_KEY": "11" * 32}
+ENVIRONMENT |= {"KVLADDER_KEY": "11" * 32, "KVLADDER_HTTP_TOKEN": "22" * 16}
 RULES = "groups: [{name: kvladder, rules: [{alert: Down, expr: 'up == 0'}]}]"
 
 
@@ -117,7 +117,11 @@ def test_what_a_pod_runs_exists(manifests):
             assert int(given["--port"]) == one["ports"][0]["containerPort"]
         else:
             require_command(one["command"] + one["args"])
-            require_command(one["livenessProbe"]["exec"]["command"])
+            probes = one["readinessProbe"], one["livenessProbe"]
+            if "httpGet" in probes[0]:
+                assert [probe["httpGet"]["path"] for probe in probes] == ["/readyz", "/livez"]
+            else:
+                require_command(probes[1]["exec"]["command"])
         mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
         assert {"/etc/kvladder", "/run/kvladder", "/cache", "/tmp"} <= mounts
 
@@ -129,13 +133,16 @@ def test_ports_agree(manifests):
     for name, pod in pods(manifests).items():
         (one,) = pod["containers"]
         ports = {port["name"]: port["containerPort"] for port in one["ports"]}
-        (service,) = services[name]["ports"]
-        assert service["port"] == ports[service["targetPort"]]
+        for service in services[name]["ports"]:
+            assert service["port"] == ports[service["targetPort"]]
+        assert {service["name"] for service in services[name]["ports"]} == {*ports}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = one[probe].get("httpGet") or one[probe].get("tcpSocket")
             assert asked is None or asked["port"] in ports
         if name == "kv-server":
             assert found[name]["export"]["listen"] == f"0.0.0.0:{ports['nixl']}"
+            http = found[name].get("http", {}).get("listen")
+            assert http == (f"0.0.0.0:{ports['http']}" if "http" in ports else None)
     for policy in of_kind(manifests, "NetworkPolicy"):
         (one,) = pods(manifests)[policy["metadata"]["name"]]["containers"]
         env = {entry["name"]: entry.get("value") for entry in one["env"]}
@@ -225,6 +232,21 @@ def test_the_rules_of_the_command_arrive_unchanged(tmp_path):
     assert rule["spec"] == yaml.safe_load(text)
 
 
+def test_servers_with_a_port_are_watched():
+    manifests = render(values_of("shared"))
+    services = {one["metadata"]["name"]: one for one in of_kind(manifests, "Service")}
+    monitors = of_kind(manifests, "ServiceMonitor")
+    assert [one["metadata"]["name"] for one in monitors] == ["kv-engine", "kv-server"]
+    for one in monitors:
+        service = services[one["metadata"]["name"]]
+        wanted = one["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= service["metadata"]["labels"].items()
+        assert "http" in [port["name"] for port in service["spec"]["ports"]]
+    (serve,) = pods(manifests)["kv-server"]["containers"]
+    (token,) = [one for one in serve["env"] if one["name"] == "KVLADDER_HTTP_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "kvladder-http", "key": "token"}
+
+
 def test_drains_take_one_pod_at_a_time():
     found = of_kind(render(values_of("shared")), "PodDisruptionBudget")
     assert [one["spec"]["maxUnavailable"] for one in found] == [1, 1]
@@ -297,6 +319,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "servers without keys": ({"server": {"enabled": True}}, "keys.secret is missing"),
     "keys without servers": ({"keys": {"secret": "pair"}}, "keys.secret has no effect"),
+    "a port of HTTP without servers": ({"http": {"secret": "token"}}, "http.secret has no effect"),
     "nothing to run": ({"engine": {"enabled": False}}, "enable one of them"),
     "a Redis without engines": (
         SERVER | {"engine": {"enabled": False}, "redis": {"secret": "redis"}},

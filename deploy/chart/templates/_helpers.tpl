@@ -79,6 +79,9 @@ app.kubernetes.io/component: {{ .part }}
 {{- $stack := deepCopy .Values.server.stack -}}
 {{- $_ := set $stack "export" (dict "listen" (printf "0.0.0.0:%d" (int .Values.server.port)) "keys" "/run/keys/server.keys") -}}
 {{- $_ := set $stack "control" "/run/kvladder/kv.sock" -}}
+{{- if .Values.http.secret -}}
+{{- $_ := set $stack "http" (dict "listen" (printf "0.0.0.0:%d" (int .Values.http.port)) "token" "${KVLADDER_HTTP_TOKEN}") -}}
+{{- end -}}
 {{- toYaml $stack -}}
 {{- end -}}
 
