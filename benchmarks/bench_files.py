@@ -8,15 +8,12 @@ medians are compared. Set KVLADDER_BENCH_DIR to a directory on the device to mea
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import os
-import queue
 import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -28,6 +25,7 @@ from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
+from kvladder.measuring.files import RawFile, whole
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
@@ -81,77 +79,6 @@ def context(arena: Arena, layout: Layout, capacity: int) -> TierContext:
 # ---- transfers
 
 
-class Threads:
-    """A minimal thread pool: threads that take calls from a queue."""
-
-    def __init__(self, count: int) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._done = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            self._done.release()
-
-    def run(self, calls: Sequence[Callable[[], object]]) -> None:
-        for call in calls:
-            self._calls.put(call)
-        for _ in calls:
-            self._done.acquire()
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._calls.put(None)
-        for thread in self._threads:
-            thread.join()
-
-
-class Raw:
-    """Plain calls on a tier's own segment, because a file's place on the disk matters."""
-
-    def __init__(self, segment: Path, memory: memoryview, *, direct: bool) -> None:
-        self._memory = memory
-        self._fd = os.open(segment, os.O_RDWR | (os.O_DIRECT if direct else 0))
-
-    def seconds(self, name: str, threads: Threads, length: int, start: int) -> float:
-        """Return the seconds to move the whole memory in calls of ``length`` bytes."""
-        call = os.pwritev if name == "write" else os.preadv
-
-        def job(at: int) -> Callable[[], object]:
-            return lambda: call(self._fd, [self._memory[at : at + length]], start + at)
-
-        jobs = [job(at) for at in range(0, len(self._memory), length)]
-        began = time.perf_counter()
-        threads.run(jobs)
-        return time.perf_counter() - began
-
-    def best(self, name: str, block_bytes: int) -> tuple[Threads, int]:
-        """Return the fastest number of threads and length per call."""
-        found: list[tuple[float, Threads, int]] = []
-        for count in (2, 4, 8, 16):
-            threads = Threads(count)
-            for length in {block_bytes, 2 * MIB, 4 * MIB}:
-                times = [self.seconds(name, threads, length, 0) for _ in range(5)]
-                found.append((median(times), threads, length))
-        found.sort(key=lambda entry: entry[0])
-        for _, threads, _ in found:
-            if threads is not found[0][1]:
-                threads.close()
-        return found[0][1], found[0][2]
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def whole(arena: Arena) -> memoryview:
-    """Return all slots of an arena, one after the other."""
-    size = arena.slots * arena.slot_bytes
-    return memoryview((ctypes.c_char * size).from_address(arena.address)).cast("B")
-
-
 async def transfers(path: Path, block_bytes: int) -> list[Row]:
     """Return the rows for ``put`` and ``get`` of one batch of the largest size."""
     layout = Layout(block_tokens=16, block_bytes=block_bytes)
@@ -193,7 +120,7 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
         return all(await tier.get(wanted)) and all(one.check() for one in wanted)
 
     segment = path / layout.namespace().hex()[:16] / "seg-00000"
-    raw = Raw(segment, everything, direct=tier.describe()["io"] == "O_DIRECT")
+    raw = RawFile(segment, everything, direct=tier.describe()["io"] == "O_DIRECT")
     made: list[Row] = []
     for name, call in (("write", write), ("read", read)):
         for first in firsts:  # raw writes have overwritten the blocks
@@ -208,7 +135,7 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
 async def transfer(
     name: str,
     call: Callable[[int], Awaitable[bool]],
-    raw: Raw,
+    raw: RawFile,
     firsts: Sequence[int],
     block_bytes: int,
     tier: FilesTier,

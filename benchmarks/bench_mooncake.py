@@ -15,21 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.blocks import (
-    LARGE_BYTES,
-    MIB,
-    SIZES,
-    Blocks,
-    batches,
-    copied,
-    in_turns,
-    isolation,
-    opened,
-    told,
-)
+from benchmarks.blocks import LARGE_BYTES, SIZES, batches, in_turns, isolation, opened
 from benchmarks.nixl_child import summed
 from benchmarks.row import Row
 from kvladder.layout import Layout
+from kvladder.measuring.blocks import MIB, Blocks, copied, told
 from kvladder.tiers.base import Tier
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier

@@ -22,23 +22,18 @@ from statistics import median
 
 from benchmarks import nixl_child
 from benchmarks.blocks import (
-    KIB,
     LARGE_BYTES,
-    MIB,
     ROUNDS,
     SIZES,
-    Blocks,
     batches,
-    copied,
     in_turns,
     isolation,
-    key,
     opened,
     timed,
-    told,
 )
 from benchmarks.row import Row, measured_by, tell
 from kvladder.layout import Layout
+from kvladder.measuring.blocks import KIB, MIB, Blocks, copied, key, told
 from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.isolated.tier import IsolatedTier

@@ -23,9 +23,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.blocks import Blocks, timed, timed_raw
+from benchmarks.blocks import timed
 from benchmarks.row import Row
 from kvladder.layout import Layout
+from kvladder.measuring.blocks import Blocks, timed_raw
 from kvladder.runtime import BlockingPool, SystemClock
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.object.options import ObjectOptions

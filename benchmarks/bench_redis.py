@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,18 +21,19 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.blocks import Blocks, key, timed, timed_raw
+from benchmarks.blocks import timed
 from benchmarks.foreign import Absent
 from benchmarks.lmcache_clients import CLIENTS, VERSION, Client, install
 from benchmarks.row import Row
 from kvladder.layout import Layout
+from kvladder.measuring.blocks import Blocks, key, timed_raw
+from kvladder.measuring.limits import RawRedis
 from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Ref
-from kvladder.tiers.redis.resp import STEP_BYTES, encode, encode_around
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 
@@ -59,62 +59,6 @@ def rows() -> Iterable[Row]:
         yield from redis_benchmark(server)
 
 
-class Raw:
-    """A minimal client: one blocking socket."""
-
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = self._socket.makefile("rb", buffering=64 * KIB)
-
-    def set(self, values: Sequence[memoryview]) -> None:
-        """Store values, pipelined."""
-        parts: list[bytes | memoryview] = []
-        for number, value in enumerate(values):
-            before, after = encode_around(b"SET", b"raw:%d" % number, length=len(value))
-            parts += [before, value, after]
-        while parts:
-            sent = self._socket.sendmsg(parts[:512])
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if sent:
-                parts[0] = memoryview(parts[0])[sent:]
-        for _ in values:
-            assert self._file.readline() == b"+OK\r\n"
-
-    def delete(self, names: Sequence[bytes]) -> None:
-        """Let the server free the memory of the values, as ours does."""
-        self._socket.sendall(encode(b"UNLINK", *names))
-        self._file.readline()
-
-    def get(self, values: Sequence[memoryview]) -> None:
-        """Fetch the values, each into its memory, with few requests ahead, as in ours."""
-        ahead = max(1, 2 * STEP_BYTES // len(values[0]))
-        asked = 0
-        for number, value in enumerate(values):
-            if asked == number or asked - number <= ahead // 2:
-                end = min(len(values), number + ahead)
-                names = (b"raw:%d" % n for n in range(asked, end))
-                self._socket.sendall(b"".join(encode(b"GET", name) for name in names))
-                asked = end
-            assert int(self._file.readline()[1:]) == len(value)
-            filled = 0
-            while filled < len(value):
-                filled += self._file.readinto1(value[filled:]) or 0  # type: ignore[attr-defined]
-            self._file.read(2)
-
-    def exist(self, names: Sequence[bytes]) -> None:
-        """Ask about keys, pipelined."""
-        self._socket.sendall(b"".join(encode(b"EXISTS", name) for name in names))
-        for _ in names:
-            assert self._file.readline() == b":1\r\n"
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._file.close()
-        self._socket.close()
-
-
 @asynccontextmanager
 async def opened(
     server: RedisServer, size: int, count: int
@@ -137,7 +81,7 @@ async def opened(
 async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]:
     """Measure one batch after the other: ours, raw and LMCache's in turns."""
     took: dict[str, list[float]] = {}
-    raw = Raw(server.port)
+    raw = RawRedis(("127.0.0.1", server.port))
     repeats = max(1, 16 * MIB // (size * batch))
     async with opened(server, size, batch) as (tier, blocks):
         views = [view[:size] for view in blocks.views]
@@ -202,7 +146,7 @@ def peers(server: RedisServer, views: Sequence[memoryview]) -> list[Client]:
 async def existence(server: RedisServer) -> Iterable[Row]:
     """Measure an existence query for a prefix of 8,192 blocks."""
     took: dict[str, list[float]] = defaultdict(list)
-    raw = Raw(server.port)
+    raw = RawRedis(("127.0.0.1", server.port))
     async with opened(server, 4096, 1) as (tier, blocks):
         every = [Ref(key(number), NO_PLACE) for number in range(KEYS)]
         for start in range(0, KEYS, 128):

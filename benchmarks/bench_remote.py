@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.blocks import MIB, SIZES, Blocks, batches, copied, in_turns, opened, told
+from benchmarks.blocks import SIZES, batches, in_turns, opened
 from benchmarks.row import Row, measured_by, tell
 from kvladder.layout import Layout
+from kvladder.measuring.blocks import MIB, Blocks, copied, told
 from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.base import Tier
 from kvladder.tiers.isolated.tier import IsolatedTier

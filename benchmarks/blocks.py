@@ -1,25 +1,19 @@
-"""Makes blocks that tiers move in turns, and measures the time that this takes."""
+"""Lets tiers move blocks in turns, and measures the time that this takes."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 
 from benchmarks.row import Row
-from kvladder.arena import Arena
-from kvladder.keys import BlockKey
-from kvladder.layout import Layout
-from kvladder.tiers.base import NO_PLACE, Tier
+from kvladder.measuring.blocks import KIB, MIB, Blocks, timed_raw, told
+from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.label import Labels, Read, Ref, Write
 
-KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 4 * MIB)
 """Block sizes for comparing tiers that engines share."""
 BATCHES = (1, 16, 64)
@@ -34,53 +28,6 @@ def batches(size: int) -> list[int]:
     return sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES})
 
 
-def told(size: int, batch: int) -> str:
-    """Return a batch in words."""
-    unit = f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
-    return f"{batch} of {unit} at once"
-
-
-def key(number: int) -> BlockKey:
-    """Return the key of a block."""
-    return BlockKey(hashlib.sha256(b"bench %d" % number).digest())
-
-
-class Blocks:
-    """Blocks of random bytes in an arena, with the requests that a level makes for them."""
-
-    def __init__(self, layout: Layout, count: int) -> None:
-        self.layout = layout
-        self.size = layout.block_bytes
-        self.arena = Arena.create(count, layout.slot_bytes)
-        self.slots = self.arena.lease(count) or []
-        for slot in self.slots:
-            data = hashlib.shake_128(b"%d" % slot).digest(4096) * (self.size // 4096)
-            self.arena.view(slot)[:] = data
-        self.views = [self.arena.view(slot) for slot in self.slots]
-        self.refs = [Ref(key(slot), slot) for slot in self.slots]
-        self._labels = Labels(layout.namespace(), self.size, verify=True)
-
-    def writes(self) -> list[Write]:
-        """Return requests to store all blocks."""
-        every = zip(self.refs, self.slots, self.views, strict=True)
-        return [Write(self._labels, *one) for one in every]
-
-    def alike(self, numbers: Iterable[int]) -> list[Write]:
-        """Return requests to store the first block's bytes under other keys."""
-        refs = (Ref(key(number), NO_PLACE) for number in numbers)
-        return [Write(self._labels, ref, self.slots[0], self.views[0]) for ref in refs]
-
-    def reads(self) -> list[Read]:
-        """Return requests to fetch all blocks."""
-        every = zip(self.refs, self.slots, self.views, strict=True)
-        return [Read(self._labels, *one) for one in every]
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.arena.release(self.slots)
-        self.arena.close()
-
-
 async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]]) -> float:
     """Return the seconds of a call; all its answers must be True."""
     began = time.perf_counter()
@@ -88,25 +35,6 @@ async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]
     took = time.perf_counter() - began
     assert isinstance(answers, int) or all(answers or ())
     return took
-
-
-def timed_raw(work: Callable[[], None]) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def copied(blocks: Blocks) -> Callable[[], None]:
-    """Return a function that copies all blocks to other memory, in one thread."""
-    target = ctypes.create_string_buffer(blocks.size)
-
-    def copy() -> None:
-        for slot in blocks.slots:
-            source = blocks.arena.address + slot * blocks.arena.slot_bytes
-            ctypes.memmove(target, source, blocks.size)
-
-    return copy
 
 
 @asynccontextmanager

@@ -26,11 +26,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host import mha
 
-from benchmarks.bench_files import MIB, Raw, Threads
+from benchmarks.bench_files import MIB
 from benchmarks.row import Row, tell
 from kvladder.connectors.sglang import identity
 from kvladder.connectors.sglang.storage import KVLadderStorage
 from kvladder.layout import align
+from kvladder.measuring.files import RawFile, Threads
 from tests.patience import until
 
 PAGE, LAYERS, HEADS, DIM, PAGES = 64, 12, 4, 64, 47
@@ -144,7 +145,7 @@ class Measured:
         """Measure reading the same number of bytes from a longer file on the device to memory."""
         memory = mmap.mmap(-1, self._kept.nbytes)
         memory.write(bytes(len(memory)))  # populates the pages
-        raw, threads = Raw(segment, memoryview(memory), direct=True), Threads(8)
+        raw, threads = RawFile(segment, memoryview(memory), direct=True), Threads(8)
         self._took("raw", raw.seconds("read", threads, 2 * MIB, 0))
         threads.close()
         raw.close()

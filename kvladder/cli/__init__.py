@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, getdoc, signature
 from typing import Any, Final, get_args
 
+from kvladder.cli.bench import Interrupted, bench
 from kvladder.cli.check import check
 from kvladder.cli.dashboards import dashboards
 from kvladder.cli.evaluate import TooMuch, eval_
@@ -29,9 +30,13 @@ from kvladder.errors import ConfigError
 EXIT_TOO_MUCH: Final = 1
 EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
-EXIT_PIPE: Final = 128 + 13
-"""The exit code that a shell reports for a program ended by SIGPIPE."""
-COMMANDS: Final = (check, size, plan, replay, eval_, serve, stats, describe, purge, dashboards)
+EXIT_SIGNAL: Final = 128
+"""The exit code that a shell reports for a program ended by a signal, less its number."""
+EXIT_PIPE: Final = EXIT_SIGNAL + 13
+COMMANDS: Final = (
+    *(check, size, bench, plan, replay, eval_, serve, stats, describe, purge),
+    dashboards,
+)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """Matches the description of one parameter in a docstring."""
 
@@ -58,6 +63,9 @@ def _run(run: Callable[..., str], **given: Any) -> int:
             raise
         print(*(f"kvladder: {one}" for one in errors), sep="\n", file=sys.stderr)
         return EXIT_CONFIG
+    except Interrupted as error:
+        print(f"kvladder: {error}", file=sys.stderr)
+        return EXIT_SIGNAL + error.signal
     except TooMuch as error:
         say(error.report)
         print(f"kvladder: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from kvladder.cli.tracing import (
     about,
     aligned,
     assumed,
+    benched,
     block_bytes_of,
     by_level,
     opened,
@@ -86,7 +87,8 @@ def plan(
     prefill:
         prompt tokens that the engine computes per second, for seconds saved
     disk_read:
-        bytes that the disk reads per second, for example 6GB (default: no time)
+        bytes that the disk reads per second, for example 6GB, or a file that bench --out wrote
+        (default: no time)
     prices:
         a GiB of memory and of disk for a month, and an hour of the device, in one currency:
         memory=3,disk=0.1,gpu=2.5 or a YAML file with these keys
@@ -126,13 +128,20 @@ def _settings(
     return PlanSettings(
         1,
         seconds_of(prefill),
-        None if disk_read is None else float(size_of(disk_read.removesuffix("/s"), "--disk-read")),
+        None if disk_read is None else _read_of(disk_read),
         _prices(prices),
         disk_overhead=disk.overhead_bytes,
         batch=disk.batch_max,
         memory_max=sizes.get("memory"),
         disk_max=sizes.get("disk"),
     )
+
+
+def _read_of(text: str) -> float:
+    """Return the bytes that a disk reads per second, given or of a bench's file."""
+    if text.endswith(".json"):
+        return benched(Path(text), "--disk-read").read
+    return float(size_of(text.removesuffix("/s"), "--disk-read"))
 
 
 def _prices(text: str | None) -> Prices:

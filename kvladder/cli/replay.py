@@ -79,7 +79,7 @@ def replay(
         prompt tokens that the engine computes per second (default: computing takes no time)
     speeds:
         bytes per second of each level's medium, NAME=READ or NAME=READ:WRITE with commas between,
-        for example nvme=6GB:3GB (default: no time)
+        for example nvme=6GB:3GB, or a file that bench --out wrote (default: no time)
     ratios:
         stored bytes of each level by a block's bytes, NAME=RATIO (default: what its codecs always
         reach, else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
@@ -21,6 +22,7 @@ PROGRESS_S: Final = 0.5
 LOGGED_S: Final = 5.0
 """The same where standard error is a file."""
 TOKENS_MAX: Final = 1 << 20
+_BENCHED: Final = "expected a file that kvladder bench --out wrote"
 
 
 def opened(path: Path, block_tokens: int | None) -> Trace:
@@ -86,10 +88,26 @@ def by_level(
 
 
 def speeds_of(text: str) -> Speeds:
-    """Return speeds written as ``READ`` or ``READ:WRITE``, bytes a second."""
+    """Return speeds written as ``READ`` or ``READ:WRITE``, bytes a second, or of a bench's file."""
+    if text.endswith(".json"):
+        return benched(Path(text), "--speeds")
     read, _, write = text.partition(":")
     fast = float(size_of(read.removesuffix("/s"), "--speeds"))
     return Speeds(fast, float(size_of(write.removesuffix("/s"), "--speeds")) if write else fast)
+
+
+def benched(path: Path, flag: str) -> Speeds:
+    """Return the speeds in a file that ``kvladder bench --out`` wrote."""
+    try:
+        speeds = json.loads(path.read_text())["speeds"]
+        read, write, latency_s = (float(speeds[name]) for name in ("read", "write", "latency_s"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", path=flag, hint=_BENCHED) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} has no speeds", path=flag, hint=_BENCHED) from error
+    for value in (read, write):
+        positive(value, flag)
+    return Speeds(read, write, positive(latency_s, flag, zero=True) or 0.0)
 
 
 def ratio_of(text: str) -> float:
