@@ -23,7 +23,6 @@ from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
-from kvladder.portal import Closing, Portal
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S
@@ -39,7 +38,7 @@ from kvladder.tiers.ladder.queries import level_counts
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
-from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.stack import Closing, Portal, TierStack
 from kvladder.units import Size, counted
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from kvladder.config.settings import ExportConfig
 from kvladder.errors import ClosedError, ConfigError, TierError
 from kvladder.export.cache import CacheOffers
 from kvladder.export.link import EXPORTER, LISTENER, OFFERS, Serve
-from kvladder.portal import Portal
 from kvladder.schema import within
 from kvladder.tiers.isolated.process import START_S
+from kvladder.tiers.ladder.stack import Portal
 
 CHILD: Final = "kvladder.export.child"
 CLOSE_S: Final = 2.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvladder.arena import Slot
 from kvladder.errors import ConfigError
@@ -30,6 +30,8 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST
 from kvladder.tiers.ladder.saves import StackSaves
 from kvladder.tiers.ladder.saving import Saving
 
+T = TypeVar("T")
+
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
 
@@ -38,6 +40,36 @@ class Post(Protocol):
     """Schedules ``function(*args)`` on the loop thread; may be called from any thread."""
 
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
+
+
+class Portal(Protocol):
+    """What a manager needs of the loop thread; ``kvladder.runtime.Runtime`` implements it."""
+
+    @property
+    def post(self) -> Post:
+        """See ``Runtime.post``."""
+        ...
+
+    def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """See ``Runtime.call``."""
+        ...
+
+    @property
+    def faults(self) -> int:
+        """See ``Runtime.faults``."""
+        ...
+
+    def close(self, *, timeout_s: float = 2.0) -> None:
+        """See ``Runtime.close``."""
+        ...
+
+
+class Closing(Protocol):
+    """Something that is closed together with a manager."""
+
+    def close(self) -> None:
+        """Close it."""
+        ...
 
 
 class TierStack(StackSaves):
