@@ -22,7 +22,7 @@ from kvladder.hints.protocol import (
     Outcome,
     PinHint,
     PrefetchHint,
-    Refused,
+    RefusedHint,
     RetainHint,
     Scope,
     ShareHint,
@@ -140,7 +140,7 @@ class HintExecutor:
         """
         try:
             envelope = read(hints)
-        except Refused as error:
+        except RefusedHint as error:
             return [self._count("", ActionResult("", "rejected", str(error)))]
         message = (caller, envelope.message_id)
         with self._lock:
@@ -205,15 +205,15 @@ class HintExecutor:
         return (lower, None if within_s is None else float(within_s)), clipped
 
     def require(self, order: DemoteHint | ShareHint) -> None:
-        """Raise ``Refused`` if an order names a level that cannot take blocks for it."""
+        """Raise ``RefusedHint`` if an order names a level that cannot take blocks for it."""
         if isinstance(order, DemoteHint):
             self._require_level(order.to)
             return
         shared = self._commands.shared_levels
         if not shared:
-            raise Refused("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
+            raise RefusedHint("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
         if order.to is not None and order.to not in shared:
-            raise Refused(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
+            raise RefusedHint(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
 
     def count(self, action: HintAction, result: ActionResult) -> ActionResult:
         """Count the outcome of an action done elsewhere; return it with the id of the action."""
@@ -246,7 +246,7 @@ class HintExecutor:
         try:
             order = order_of(action)
             result = self._done(message, order, request)
-        except Refused as error:
+        except RefusedHint as error:
             return self._rejected(action, str(error))
         verb = action.action_type
         return self._count(verb, result._replace(action_id=action.action_id))
@@ -274,7 +274,7 @@ class HintExecutor:
         own = request or OwnRequest()
         salt = own.salt if scope.salt is None else scope.salt
         if request is not None and salt != own.salt:
-            raise Refused("the salt is not that of the request: expected none, or the same")
+            raise RefusedHint("the salt is not that of the request: expected none, or the same")
         if scope.session is not None:
             try:
                 runs, salt_of = self._manager.sessions.last(scope.session)
@@ -287,7 +287,7 @@ class HintExecutor:
         if scope.tokens is None:
             return _Scoped([own.keys], salt, is_prefix=True)
         if self._name_blocks is None:
-            raise Refused("this engine names blocks itself: expected a session or keys")
+            raise RefusedHint("this engine names blocks itself: expected a session or keys")
         return _Scoped([self._name_blocks(scope.tokens, salt)], salt, is_prefix=True)
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
@@ -366,7 +366,7 @@ class HintExecutor:
         names = list(self._manager.ladder.indexes)[1:]
         if name is not None and name not in (*names, OUT):
             expected = ", ".join([*names, OUT])
-            raise Refused(f"no level below host has the name {name!r}: expected {expected}")
+            raise RefusedHint(f"no level below host has the name {name!r}: expected {expected}")
 
     # ---- fetches
 

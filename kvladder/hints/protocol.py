@@ -134,7 +134,7 @@ _PAYLOADS: Final[Mapping[str, type[Order]]] = {
 }
 
 
-class Refused(ValueError):
+class RefusedHint(ValueError):
     """An envelope or an action that cannot be done as it is, and why."""
 
 
@@ -143,7 +143,7 @@ def read(envelope: object) -> HintsEnvelope:
 
     Raises
     ------
-    Refused
+    RefusedHint
         It is no envelope; says which field is wrong.
     """
     try:
@@ -152,9 +152,11 @@ def read(envelope: object) -> HintsEnvelope:
         else:
             found = msgspec.convert(envelope, HintsEnvelope, from_attributes=True)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"no envelope of hints: {error}") from error
+        raise RefusedHint(f"no envelope of hints: {error}") from error
     if not 0 < len(found.message_id) <= ID_MAX:
-        raise Refused(f"message_id has {len(found.message_id)} characters: expected 1 to {ID_MAX}")
+        raise RefusedHint(
+            f"message_id has {len(found.message_id)} characters: expected 1 to {ID_MAX}"
+        )
     return found
 
 
@@ -163,17 +165,19 @@ def order_of(action: HintAction) -> Order:
 
     Raises
     ------
-    Refused
+    RefusedHint
         Its type or version is unknown, or its payload is wrong; says what was expected.
     """
     kind = _PAYLOADS.get(action.action_type.lower())
     if kind is None:
         expected = ", ".join(VERBS)
-        raise Refused(f"unknown action {action.action_type[:32]!r}: expected one of {expected}")
+        raise RefusedHint(f"unknown action {action.action_type[:32]!r}: expected one of {expected}")
     if action.action_version not in VERSIONS:
         version = action.action_version[:32]
-        raise Refused(f"unknown version {version!r} of {action.action_type.lower()}: expected 1")
+        raise RefusedHint(
+            f"unknown version {version!r} of {action.action_type.lower()}: expected 1"
+        )
     try:
         return msgspec.convert(action.payload, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise Refused(str(error)) from error
+        raise RefusedHint(str(error)) from error

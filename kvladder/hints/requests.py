@@ -15,7 +15,7 @@ from kvladder.hints.protocol import (
     HintsEnvelope,
     PinHint,
     PrefetchHint,
-    Refused,
+    RefusedHint,
     RetainHint,
     ShareHint,
     order_of,
@@ -56,7 +56,7 @@ def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
     found = RequestHints()
     try:
         envelope = read(hints)
-    except Refused:
+    except RefusedHint:
         found.results = executor.apply(hints, caller=salt)  # counts it
         return found
     own = [action for action in envelope.actions[:ACTIONS_MAX] if _is_own(action, salt)]
@@ -76,7 +76,7 @@ def _is_own(action: HintAction, salt: str) -> bool:
     """Return whether an action is right, and about the blocks of its own request."""
     try:
         order = order_of(action)
-    except Refused:
+    except RefusedHint:
         return False
     cancels = isinstance(order, PrefetchHint) and order.cancels is not None
     named = (order.tokens, order.keys, order.session)
@@ -96,7 +96,7 @@ def _own(executor: HintExecutor, found: RequestHints, action: HintAction) -> Act
         case DemoteHint() | ShareHint():
             try:
                 executor.require(order)
-            except Refused as error:
+            except RefusedHint as error:
                 result = ActionResult("", "rejected", str(error))
             else:
                 found.waiting.append(action)
