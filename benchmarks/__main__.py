@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks.row import Row, markdown, plain
+from kvladder.report.charts import runs_page
+from kvladder.report.page import write
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -27,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", action="append", metavar="NAME", help="only bench_NAME.py; may be repeated"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write the table to benchmarks/results/FILE as well"
+        "--out",
+        metavar="FILE",
+        help="write the table to benchmarks/results/FILE, and JSON",
     )
+    parser.add_argument("--report", metavar="FILE", help="draw this run and earlier ones")
     arguments = parser.parse_args(argv)
     known = names()
     wanted = arguments.only or known
@@ -45,10 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = RESULTS / Path(arguments.out).name
         facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
         out.write_text(f"# Measured {about['date']}\n\n{facts}\n\n{markdown(rows)}\n")
+        out.with_suffix(".json").write_text(json.dumps(run_data(about, rows), indent=1) + "\n")
         print(f"\nwritten to {out}")
+    if arguments.report and rows:
+        write(Path(arguments.report), runs_page(runs(run_data(about, rows))))
+        print(f"\ndrawn in {arguments.report}")
     for name in failed:
         print(f"benchmark {name} failed", file=sys.stderr)
     return 1 if failed else 0
+
+
+def run_data(about: dict[str, str], rows: Iterable[Row]) -> dict[str, Any]:
+    """Return a run as plain data."""
+    return {"about": about, "rows": [asdict(row) for row in rows]}
+
+
+def runs(last: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that results/ has as JSON, the oldest first, and then this one."""
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    kept = [one for one in found if "rows" in one and one["about"]["date"] < last["about"]["date"]]
+    return [*sorted(kept, key=lambda one: str(one["about"]["date"])), last]
 
 
 def names() -> list[str]:

@@ -12,13 +12,15 @@ from typing import Any, Final
 
 from yaml import YAMLError
 
-from kvladder.cli.tracing import ProgressLine, aligned, positive, seconds_of, size_of
+from kvladder.cli.tracing import ProgressLine, aligned, drawable, positive, seconds_of, size_of
 from kvladder.errors import ConfigError, KvladderError
 from kvladder.measuring.blocks import KIB, MIB
 from kvladder.measuring.run import BenchSettings, Case, Measured, measure
 from kvladder.measuring.targets import MediumTarget, target
 from kvladder.measuring.worth import Worth, worth
 from kvladder.planning.models import bytes_per_token
+from kvladder.report.charts import bench_page
+from kvladder.report.page import write
 from kvladder.schema import is_list, is_mapping, parse_yaml
 from kvladder.units import Size
 
@@ -54,20 +56,19 @@ def bench(
     budget_s: float = BUDGET_S,
     bytes_: str = BYTES,
     out: Path | None = None,
+    report: Path | None = None,
     progress: bool = False,
     json_: bool = False,
 ) -> str:
     """Measure a disk, a Redis, an object store or a cache server, beside the medium's own limit.
 
-    Writes and reads blocks of its own through the tier that engines use, in turns with the same
-    bytes by plain means. Removes what it wrote, also after Ctrl-C. Exits with 2 if an argument is
-    wrong or the medium cannot be used.
+    Writes blocks of its own, reads them, and removes them, also after Ctrl-C. Exits with 2 if an
+    argument is wrong or the medium cannot be used.
 
     Parameters
     ----------
     medium:
-        a directory, redis://host, s3://bucket/prefix, http://host:port/bucket, or host:port of
-        kvladder serve
+        a directory, redis://host, s3://bucket/prefix, http://host/bucket, or a server's host:port
     settings:
         further settings of the tier as in a stack, for example {keys: client.keys}
     codec:
@@ -92,18 +93,24 @@ def bench(
         write at most this much in all (default %(default)s)
     out:
         write the results as JSON to this file, for --speeds of replay and --disk-read of plan
+    report:
+        write a page with plots to this file; needs kvladder[report]
     progress:
         print progress on standard error even if that is no terminal
     json_:
         print the results as JSON
     """
+    drawable(report)
     token_s = seconds_of(prefill)
     own = _own_block(model, dtype, block_bytes, block_tokens)
     found = target(medium, _mapping(settings))
     wanted = _wanted(own, sizes, depths, block_tokens, budget_s, bytes_, codec)
     done = _run(found, wanted, ProgressLine(f"bench {found.shown}", always=progress))
     is_worth = None if own is None or token_s is None else _worth(done, own, block_tokens, token_s)
-    return _printed(found, wanted, done, is_worth, out, json_)
+    data = _data(found, wanted, done, is_worth)
+    if report is not None:
+        write(report, bench_page(data, [*_head(found, done), _line(is_worth)], _rows(done.cases)))
+    return _printed(found, data, done, is_worth, out, json_)
 
 
 def _wanted(
@@ -133,14 +140,14 @@ def _wanted(
 
 def _printed(
     found: MediumTarget,
-    wanted: BenchSettings,
+    data: Mapping[str, Any],
     done: Measured,
     is_worth: Worth | None,
     out: Path | None,
     as_json: bool,
 ) -> str:
     """Return what is printed; write the numbers to ``out``, too."""
-    text = json.dumps(_data(found, wanted, done, is_worth), indent=2)
+    text = json.dumps(data, indent=2)
     if out is not None:
         try:
             out.write_text(f"{text}\n")

@@ -15,6 +15,7 @@ from kvladder.cli.tracing import (
     benched,
     block_bytes_of,
     by_level,
+    drawable,
     opened,
     positive,
     seconds_of,
@@ -37,6 +38,8 @@ from kvladder.replay.sizes import (
     interpolated,
     knee,
 )
+from kvladder.report.charts import plan_page
+from kvladder.report.page import write
 from kvladder.runtime import SystemClock
 from kvladder.schema import is_mapping, load_yaml
 from kvladder.traces.reader import Trace
@@ -63,6 +66,7 @@ def plan(
     most: str | None = None,
     policy: str = LRU,
     budget_s: float = BUDGET_S,
+    report: Path | None = None,
     check: bool = False,
     json_: bool = False,
 ) -> str:
@@ -99,24 +103,32 @@ def plan(
         some sizes (default %(default)s)
     budget_s:
         stop replaying further sizes of a policy after N seconds (default %(default)s)
+    report:
+        write a page with plots to this file; needs kvladder[report]
     check:
         replay the stack that the plan ends with, and print its hits beside the planned ones
     json_:
         print the results as JSON
     """
+    drawable(report)
     settings = _settings(prefill, disk_read, prices, most)
     positive(budget_s, "--budget")
     found = opened(trace, block_tokens)
     size, how = block_bytes_of(found, model, dtype, block_bytes)
     settings = replace(settings, block_bytes=size)
     SizePlan(found, float, settings)  # sizes are checked before anything takes long
-    hits, method = _hits(found, policy, settings, budget_s)
-    planned = _Planned(found, SizePlan(found, hits, settings), policy, method)
+    planned = _planned(found, policy, settings, budget_s)
     checked = planned.replayed() if check else None
-    if json_:
-        return json.dumps(planned.data(checked), indent=2)
-    lines = [summary_of(found), *assumed(settings.token_s, size, how, {}), f"hits: {method}"]
-    return "\n".join([*lines, *_report(planned.sizes), *planned.promise(checked)])
+    if report is not None:
+        write(report, plan_page(planned.data(checked), planned.promise(checked)))
+    data = planned.data(checked)
+    return json.dumps(data, indent=2) if json_ else planned.printed(how, checked)
+
+
+def _planned(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) -> _Planned:
+    """Return the plan by the hits of a policy."""
+    hits, method = _hits(trace, policy, settings, budget_s)
+    return _Planned(trace, SizePlan(trace, hits, settings), policy, method)
 
 
 def _settings(
@@ -239,6 +251,13 @@ class _Planned(NamedTuple):
     sizes: SizePlan
     policy: str
     method: str
+
+    def printed(self, how: str, checked: dict[str, Any] | None) -> str:
+        """Return the whole text; ``how`` tells where the size of a block is from."""
+        settings = self.sizes.settings
+        lines = assumed(settings.token_s, settings.block_bytes, how, {})
+        lines = [summary_of(self.trace), *lines, f"hits: {self.method}"]
+        return "\n".join([*lines, *_report(self.sizes), *self.promise(checked)])
 
     @property
     def chosen(self) -> SizePoint | None:

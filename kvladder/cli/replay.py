@@ -15,6 +15,7 @@ from kvladder.cli.tracing import (
     assumed,
     block_bytes_of,
     by_level,
+    drawable,
     opened,
     ratio_of,
     seconds_of,
@@ -30,6 +31,8 @@ from kvladder.layout import Layout
 from kvladder.replay.bounds import belady, lru_hits
 from kvladder.replay.engine import ReplayResult, ReplaySettings
 from kvladder.replay.engine import replay as run
+from kvladder.report.charts import replay_page
+from kvladder.report.page import write
 from kvladder.traces.reader import Trace
 from kvladder.units import Size
 
@@ -49,6 +52,7 @@ def replay(
     prefill: float | None = None,
     speeds: str | None = None,
     ratios: str | None = None,
+    report: Path | None = None,
     progress: bool = False,
     json_: bool = False,
 ) -> str:
@@ -83,28 +87,38 @@ def replay(
     ratios:
         stored bytes of each level by a block's bytes, NAME=RATIO (default: what its codecs always
         reach, else 1)
+    report:
+        write a page with plots to this file; needs kvladder[report]
     progress:
         print progress on standard error even if that is no terminal
     json_:
         print the results as JSON
     """
+    drawable(report)
     token_s = seconds_of(prefill)
     found = opened(trace, block_tokens)
     size, how = block_bytes_of(found, model, dtype, block_bytes)
-    stack = load_config(config, overrides={"block": {"tokens": found.block_tokens}})
-    if not stack.arena_bytes:
-        hint = "expected arena: and tiers:"
-        raise ConfigError("it has no tiers to replay over", path=str(config), hint=hint)
+    stack = _loaded(config, found)
     settings = _settings(stack, size, token_s, speeds, ratios)
     results: list[ReplayResult] = []
     for name in _chosen(policies, stack):
         line = ProgressLine(f"replay {name or 'as configured'}", always=progress)
         results.append(run(found, stack, replace(settings, policy=name), progress=line))
     bounds = _bounds(found, stack, size)
-    if json_:
-        return json.dumps(_data(found, results, bounds, settings), indent=2)
+    data, rows = _data(found, results, bounds, settings), _rows(results, bounds)
+    if report is not None:
+        write(report, replay_page(data, rows))
     lines = [summary_of(found), *assumed(token_s, size, how, settings.ratios), ""]
-    return "\n".join([*lines, *aligned(_rows(results, bounds))])
+    return json.dumps(data, indent=2) if json_ else "\n".join([*lines, *aligned(rows)])
+
+
+def _loaded(config: Path, trace: Trace) -> StackConfig:
+    """Return the stack of a file, for blocks of the trace's length."""
+    stack = load_config(config, overrides={"block": {"tokens": trace.block_tokens}})
+    if not stack.arena_bytes:
+        hint = "expected arena: and tiers:"
+        raise ConfigError("it has no tiers to replay over", path=str(config), hint=hint)
+    return stack
 
 
 def _settings(

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from kvladder.errors import ConfigError
 from kvladder.planning.models import bytes_per_token
 from kvladder.replay.medium import Speeds
+from kvladder.report.page import plotly
 from kvladder.runtime import SystemClock
 from kvladder.traces.reader import Trace, read_trace
 from kvladder.units import Size
@@ -71,6 +72,15 @@ def seconds_of(prefill: float | None) -> float | None:
     """Return the seconds of a token from the option ``--prefill``, tokens a second."""
     speed = positive(prefill, "--prefill")
     return None if speed is None else 1 / speed
+
+
+def drawable(report: Path | None) -> None:
+    """Raise ConfigError if a report is wanted and nothing can draw it, before anything is done."""
+    if report is not None:
+        plotly()
+        if not report.absolute().parent.is_dir():
+            hint = "expected a file in a directory that exists"
+            raise ConfigError(f"{report}: no such directory", path="--report", hint=hint)
 
 
 def by_level(

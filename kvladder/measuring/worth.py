@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from kvladder.policy.fetch_cost import CostEstimate
 
 LONGEST: int = 1 << 20
@@ -25,13 +27,14 @@ class Worth(NamedTuple):
 def load_s(blocks: int, measured: Mapping[int, float]) -> float:
     """Return the seconds to load this many blocks, from those by blocks in one call.
 
-    Fewer blocks take as long as the next larger measured number; more take several calls.
+    Between two measured numbers it is straight. Fewer blocks take as long as the fewest measured;
+    more take several calls.
     """
-    most = max(measured)
-    whole, rest = divmod(blocks, most)
-    took_s = whole * measured[most]
+    counts = sorted(measured)
+    whole, rest = divmod(blocks, counts[-1])
+    took_s = whole * measured[counts[-1]]
     if rest:
-        took_s += min(took for count, took in measured.items() if count >= rest)
+        took_s += float(np.interp(rest, counts, [measured[count] for count in counts]))
     return took_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvladder.cli import _parser, main
+from kvladder.cli.bench import _mapping
+from kvladder.measuring.targets import target
 from tests.patience import PATIENCE_S
 
 LLAMA = {
@@ -208,7 +211,11 @@ def test_the_command_runs_as_a_process(trace: Path, stack: Path) -> None:
 def test_the_commands_of_the_page_are_understood() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "plan.md"
     lines = [text for text in page.read_text().splitlines() if text.startswith("kvladder ")]
-    assert len(lines) == 2
+    assert {text.split()[1] for text in lines} == {"bench", "plan", "replay"}
     for text in lines:
-        given = vars(_parser().parse_args(text.split()[1:]))
-        assert given["trace"] == Path("trace.jsonl")
+        words = shlex.split(text, comments=True)[1:]
+        given = vars(_parser().parse_args(words))
+        if words[0] == "bench":
+            assert target(given["medium"], _mapping(given["settings"])).level(1 << 30)
+        else:
+            assert given["trace"] == Path("trace.jsonl")
