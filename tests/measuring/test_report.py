@@ -16,7 +16,6 @@ from benchmarks.row import Row
 from kvladder.cli import main
 from tests.patience import PATIENCE_S
 
-pytest.importorskip("plotly")
 CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="install chromium")
 pytestmark = pytest.mark.slow
