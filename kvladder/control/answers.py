@@ -13,7 +13,7 @@ import msgspec
 from kvladder.control.http import Answer, HttpRequest, HttpResponse, as_json, refusal
 from kvladder.control.page import page
 from kvladder.manager import CacheManager
-from kvladder.metrics import Stats
+from kvladder.metrics import SECTIONS, Stats
 from kvladder.runtime import Runtime
 
 POLL_S: Final = 0.02
@@ -121,7 +121,7 @@ class CacheAnswers:
         lines = [
             f"{name}: {'left out' if counts.get('left_out') else 'open'}"
             for name, counts in self._manager.stats().items()
-            if "blocks" in counts
+            if "blocks" in counts and name not in SECTIONS
         ]
         alive = await self._livez(request)
         return HttpResponse(alive.body + "\n".join([*lines, ""]).encode(), alive.status)

@@ -22,6 +22,7 @@ if importlib.util.find_spec("vllm") is None:
 
 BELOW_HOST = {"queued", "queue_age_s", "removals", "corrupt", "unreadable", "encoded_bytes"}
 BELOW_HOST |= {"foreign", "calls_behind", "disk_free_bytes", "disk_size_bytes"}
+BELOW_HOST |= {"written_bytes", "written_bytes_day", "endurance_bytes"}
 SHARED = {"namespace_bytes"}
 
 pytestmark = pytest.mark.slow  # importing vLLM alone takes seconds
@@ -247,6 +248,7 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
                     "kvladder_tier_tenant",
                     "kvladder_tier_server",
                     "kvladder_export",  # present while a cache is exported
+                    "kvladder_shadow",  # present with `shadow: true`
                 )
             )
     assert sent.data["kvladder_copied_bytes_total"]["offload"] > 0

@@ -48,7 +48,7 @@ def test_a_cache_has_the_configured_levels_and_describes_them():
     cold = {"name": "cold", "type": "memory", "capacity": "2 MiB", "min_priority": 50}
     with kvladder.open_cache(stack(cold), layout=LAYOUT) as cache:
         stats = cache.stats()
-        assert list(stats) == ["host", "cold", "arena", "loop"]
+        assert list(stats) == ["host", "cold", "misses", "arena", "loop"]
         assert (stats["host"]["capacity"], stats["cold"]["capacity"]) == (256, 512)
         assert "512 blocks, 2048 tokens" in cache.describe()
 

@@ -123,6 +123,8 @@ def test_statistics_are_plain_numbers() -> None:
     assert found["stored"] == 3
     assert (found["dropped_queue"], found["dropped_full"]) == (3, 1)
     assert found.pop("dropped") == {"queue": {"30": 2, "100": 1}, "full": {"0": 1}}
+    assert set(found.pop("stored_call_s")) == {"le", "counts", "sum"}
+    assert set(found.pop("loaded_call_s")) == {"le", "counts", "sum"}
     assert all(isinstance(value, int | float) for value in found.values())
 
 

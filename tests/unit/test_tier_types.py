@@ -37,9 +37,11 @@ EXPORT = {
     "kvladder/export/offers.py", "kvladder/export/session.py", "kvladder/preflight.py",
 }  # fmt: skip
 """Export offers this cache's blocks to NIXL tiers, and speaks their protocol."""
+MEASURES = "kvladder/measuring/targets.py"
+"""The command ``bench`` measures a medium of each type."""
 NAMED = {
     "host": {  # each stack has one
-        "kvladder/cli/evaluate.py", "kvladder/config/sources.py",
+        "kvladder/cli/evaluate.py", "kvladder/config/sources.py", MEASURES,
         "kvladder/testing/handlers.py", "kvladder/testing/engines/suite.py",
     },
     "files": {
@@ -49,6 +51,8 @@ NAMED = {
         "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
+        "kvladder/shadow/start.py",  # the price of a disk
+        MEASURES, "kvladder/measuring/run.py",
     },
     "memory": {
         "kvladder/cli/evaluate.py",  # codecs need some tier
@@ -56,13 +60,15 @@ NAMED = {
     "redis": {
         "kvladder/testing/redisserver.py",  # the scheme of a URL
         "tiers/nixl/roster.py",  # keeps its list in a Redis
+        MEASURES, "kvladder/measuring/run.py", "kvladder/measuring/limits.py",  # its raw protocol
     },
-    "nixl": EXPORT,
+    "nixl": EXPORT | {MEASURES},
+    "object": {MEASURES, "kvladder/measuring/run.py", "kvladder/measuring/limits.py"},
 }  # fmt: skip
 """Files of the product that name a tier, outside its folder; no others may need a change with it.
 """
-OTHERS = (".ci/shape.py", ".ci/drawings.py", ".ci/settings.py")
-"""Tools that name rooms, results of benchmarks, and types of JSON."""
+OTHERS = (".ci/shape.py", ".ci/drawings.py", ".ci/settings.py", ".ci/support.py")
+"""Tools that name rooms, results of benchmarks, types of JSON, and columns of a table."""
 WORDS = {"host", "memory"}
 """Names that are other things, too: they name a type only where they stand for one."""
 

@@ -21,6 +21,8 @@ from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
 
 DAY_S: Final = 86400.0
+WEAR_MIN_S: Final = 3600.0
+"""Least time over which bytes written a day are counted; earlier, a start's burst would count."""
 
 
 class StackQueries:
@@ -178,7 +180,7 @@ def level_counts(level: Level) -> dict[str, Any]:
         "unreadable": pipeline.refused[Outcome.UNREADABLE],
         "encoded_bytes": pipeline.encoded_bytes,
         "written_bytes": written,
-        "written_bytes_day": written / passed_s * DAY_S if passed_s > 0 else 0.0,
+        "written_bytes_day": written / max(passed_s, WEAR_MIN_S) * DAY_S,
         "endurance_bytes": level.endurance_bytes or 0,
         "calls_behind": client.behind,
         "breakers": states,
