@@ -63,19 +63,19 @@ class _Filters:
     """Counts keys up to ``RULES``: one Bloom filter for each count, smaller for higher ones."""
 
     def __init__(self, keys: int) -> None:
-        self._bits = [np.zeros(keys * CELLS // (8 * n) + 8, np.uint8) for n in range(1, RULES + 1)]
+        self.bits = [np.zeros(keys * CELLS // (8 * n) + 8, np.uint8) for n in range(1, RULES + 1)]
 
     def _cells(self, level: int, hashes: _Hashes) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
         steps = np.arange(PROBES, dtype=np.uint64)[:, None]
         spread = hashes.first + steps * (hashes.second | np.uint64(1))
-        cells = (spread >> np.uint64(8)) % np.uint64(8 * len(self._bits[level]))
+        cells = (spread >> np.uint64(8)) % np.uint64(8 * len(self.bits[level]))
         masks = np.left_shift(1, cells & np.uint64(7)).astype(np.uint8)
         return (cells >> np.uint64(3)).astype(np.intp), masks
 
     def counts(self, hashes: _Hashes) -> NDArray[np.intp]:
         """Return how often each key was added."""
         found = np.zeros(len(hashes.first), np.intp)
-        for level, bits in enumerate(self._bits):
+        for level, bits in enumerate(self.bits):
             at, masks = self._cells(level, hashes)
             found += ((bits[at] & masks) != 0).all(axis=0) & (found == level)
         return found
@@ -83,13 +83,13 @@ class _Filters:
     def add(self, hashes: _Hashes) -> None:
         """Add one to the count of each key."""
         before = self.counts(hashes)
-        for level, bits in enumerate(self._bits):
+        for level, bits in enumerate(self.bits):
             at, masks = self._cells(level, hashes.at(before == level))
             np.bitwise_or.at(bits, at.ravel(), masks.ravel())
 
     def clear(self) -> None:
         """Forget all keys."""
-        for bits in self._bits:
+        for bits in self.bits:
             bits[:] = 0
 
 
@@ -118,7 +118,7 @@ class AdaptiveAdmission:
         """Number of the rule that the level follows now."""
 
     def __sizeof__(self) -> int:
-        filters = [bits.nbytes for one in (self._now, self._old) for bits in one._bits]
+        filters = [bits.nbytes for one in (self._now, self._old) for bits in one.bits]
         return object.__sizeof__(self) + sum(filters) + RULES * self._size * 120
 
     def _count(self, hashes: _Hashes) -> NDArray[np.intp]:
@@ -130,7 +130,8 @@ class AdaptiveAdmission:
     def requested(self, keys: Sequence[BlockKey], above: Above) -> None:
         """Count a request for a prompt of these keys, and what each shadow has of it."""
         hashes = _hashed(keys)
-        some = [keys[at] for at in self._sampled(hashes)]
+        sampled: list[int] = self._sampled(hashes).tolist()
+        some = [keys[at] for at in sampled]
         near = above(some)
         for rule, shadow in enumerate(self._shadows):
             for key, is_near in zip(some, near, strict=True):
@@ -174,7 +175,8 @@ class AdaptiveAdmission:
         hashes = _hashed(keys)
         chosen = self._sampled(hashes)
         counts = self._count(hashes.at(chosen)).tolist()
-        for at, count in zip(chosen, counts, strict=True):
+        places: list[int] = chosen.tolist()
+        for at, count in zip(places, counts, strict=True):
             key = keys[at]
             for rule, shadow in enumerate(self._shadows):
                 if key in shadow:

@@ -31,7 +31,7 @@ class PrefillReport:
         served, missed = self.served_tokens, [*self.missed]
         if failed:
             missed.insert(0, (MissCause("", "failed"), served))
-            served, sources = 0, Counter()
+            served, sources = 0, Counter[str]()
         return {
             "asked_tokens": self.asked_tokens,
             "engine_tokens": self.engine_tokens,
