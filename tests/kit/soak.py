@@ -45,7 +45,7 @@ def drawn_steps(world: World, random: Random) -> list[Callable[[], None]]:
     ]
 
 
-WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 3, 1, 0.3, 0.7)
+WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
 OTHERS_WEIGHT = 10
 SETS_WEIGHT = 20
 

@@ -10,7 +10,7 @@ import pytest
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
-from kvladder.testing.fakes import FakeTier
+from kvladder.tiers import label as labels
 from kvladder.tiers.answers import KINDS
 from kvladder.tiers.ladder import client as doors
 from kvladder.tiers.ladder import level as levels
@@ -84,11 +84,7 @@ def as_if_not_removed(in_flight: WritesInFlight, keys: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "damage is not noticed": (
-        FakeTier,
-        "_sound",
-        lambda tier, item: tier._record(item) is not None,
-    ),
+    "damage is not noticed": (labels, "xxh3_128_digest", lambda _: bytes(16)),
     "a removal does not reach loads under way": (Loader, "recall", nothing),
     "reads keep the state in which they began": (reads, "become", nothing),
     "a removal does not reach writes under way": (Level, "recall", not_those_of),
