@@ -44,6 +44,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Return the product's modules that a file imports; those for type checkers count, too."""
     known, found = modules(), set[str]()
