@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from kvladder.arena import Arena
 from kvladder.errors import ClosedError
@@ -38,7 +38,7 @@ from kvladder.tiers.ladder.queries import level_counts
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
-from kvladder.tiers.ladder.stack import Closing, Portal, TierStack
+from kvladder.tiers.ladder.stack import Portal, TierStack
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -50,6 +50,14 @@ SET_MAX = BATCH
 """Largest number of blocks in one ``fetch_set``."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """Time limit of closing after the flush. All levels close at once, each with its own time limit."""
+
+
+class Closing(Protocol):
+    """Something that is closed together with a manager."""
+
+    def close(self) -> None:
+        """Close it."""
+        ...
 
 
 class Lookup(NamedTuple):

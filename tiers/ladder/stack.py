@@ -64,14 +64,6 @@ class Portal(Protocol):
         ...
 
 
-class Closing(Protocol):
-    """Something that is closed together with a manager."""
-
-    def close(self) -> None:
-        """Close it."""
-        ...
-
-
 class TierStack(StackSaves):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
