@@ -46,6 +46,9 @@ SAVED_S = 30.0
 """Time during which an action about a finished request waits for the saves of its blocks."""
 OUT = "out"
 """Name of no level: where demoted blocks are forgotten."""
+RETRY_MIN_S, RETRY_MAX_S = 0.01, 1.0
+"""Time between two attempts: doubled after each, as an engine polls in every step."""
+Move: TypeAlias = DemoteHint | ShareHint
 NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[BlockKey]]
 """Returns the keys of the whole blocks of tokens under a salt."""
 
@@ -78,13 +81,19 @@ class _Scoped(NamedTuple):
         return [key for run in self.runs for key in run]
 
 
-class _Later(NamedTuple):
-    """An action about blocks of a finished request, which may still be saved."""
+@dataclass(slots=True)
+class _Later:
+    """An action about blocks of a finished request, some of them not saved yet."""
 
-    action: HintAction
-    blocks: OwnRequest
+    order: Move
+    keys: Sequence[BlockKey]
+    """Those for which it is not done yet."""
+    salt: bytes
     until_s: float
     """Loop time at which it is given up."""
+    again_s: float
+    """Loop time of the next attempt."""
+    wait_s: float = RETRY_MIN_S
 
 
 @dataclass(slots=True)
@@ -118,6 +127,8 @@ class HintExecutor:
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
         self._fetching: list[_Fetching] = []
         self._later: deque[_Later] = deque(maxlen=WAITING_MAX)
+        self._later_s = inf
+        """Loop time at which the first of these is tried again."""
         self._counts: Counter[tuple[str, Outcome]] = Counter()
         manager.report("hints", self.counts)
 
@@ -162,31 +173,37 @@ class HintExecutor:
                 self._results.popitem(last=False)
         return results
 
-    def later(self, action: HintAction, runs: Sequence[OwnRequest]) -> None:
-        """Demote or share blocks of a finished request as soon as all of them are saved.
+    def later(self, order: Move, keys: Sequence[BlockKey], salt: str) -> None:
+        """Demote or share blocks of a finished request, each as soon as it is saved.
 
-        Tried again at each ``poll`` for ``SAVED_S``. The oldest such action is given up if too many
-        wait.
+        Done once for each block. Those that are not saved within ``SAVED_S`` are given up, and the
+        oldest such action if too many wait.
         """
-        until_s = self._manager.ladder.clock.now() + SAVED_S
+        now_s = self._manager.ladder.clock.now()
         with self._lock:
-            self._later.extend(_Later(action, run, until_s) for run in runs)
+            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s)
+            self._later.append(one)
+            self._later_s = now_s
         self._do_later()
 
     def _do_later(self) -> None:
+        now_s = self._manager.ladder.clock.now()
+        if now_s < self._later_s:
+            return
         with self._lock:
             waiting, self._later = self._later, deque(maxlen=WAITING_MAX)
-        now_s = self._manager.ladder.clock.now()
+            self._later_s = inf
         for one in waiting:
-            order = order_of(one.action)
-            keys, salt = one.blocks.keys, self._digest(one.blocks.salt)
-            assert isinstance(order, DemoteHint | ShareHint)
-            moved = self._moves(order, keys, salt)
-            if moved.done < len(keys) and now_s < one.until_s and not moved.refused:
+            if one.again_s <= now_s:
+                one.keys = self._moves(one.order, one.keys, one.salt).left
+                one.again_s = now_s + one.wait_s
+                one.wait_s = min(2 * one.wait_s, RETRY_MAX_S)
+            if one.keys and now_s < one.until_s:
                 with self._lock:
                     self._later.append(one)
+                    self._later_s = min(self._later_s, one.again_s)
 
-    def _moves(self, order: DemoteHint | ShareHint, keys: Sequence[BlockKey], salt: bytes) -> Moved:
+    def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory."""
         if isinstance(order, ShareHint):
             return self._commands.send(keys, salt, order.to or self._commands.shared_levels[0])
@@ -204,7 +221,7 @@ class HintExecutor:
         clipped = f"priority {lower}{lasting}" if count else ""
         return (lower, None if within_s is None else float(within_s)), clipped
 
-    def require(self, order: DemoteHint | ShareHint) -> None:
+    def require(self, order: Move) -> None:
         """Raise ``RefusedHint`` if an order names a level that cannot take blocks for it."""
         if isinstance(order, DemoteHint):
             self._require_level(order.to)
@@ -221,8 +238,7 @@ class HintExecutor:
 
     def poll(self) -> None:
         """End the fetches that are done, and begin those that waited for others."""
-        if self._later:
-            self._do_later()
+        self._do_later()
         with self._lock:
             ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
             self._fetching = [one for one in self._fetching if one not in ended]
@@ -248,8 +264,7 @@ class HintExecutor:
             result = self._done(message, order, request)
         except RefusedHint as error:
             return self._rejected(action, str(error))
-        verb = action.action_type
-        return self._count(verb, result._replace(action_id=action.action_id))
+        return self.count(action, result)
 
     def _done(
         self, message: tuple[str, str], order: Order, request: OwnRequest | None
@@ -347,16 +362,14 @@ class HintExecutor:
             return ActionResult("", "missing", "no prefetch of this message is in flight")
         return ActionResult("", "accepted", blocks=blocks)
 
-    def _move(
-        self, message: tuple[str, str], scope: _Scoped, order: DemoteHint | ShareHint
-    ) -> ActionResult:
+    def _move(self, message: tuple[str, str], scope: _Scoped, order: Move) -> ActionResult:
         """Move or copy the blocks; those that are not in host memory are brought up first."""
         self.require(order)
         keys, salt = scope.keys, self._digest(scope.salt)
         moved = self._moves(order, keys, salt)
         if not moved.away:
             return _outcome(moved)
-        again = partial(self._moves, order, keys, salt)
+        again = partial(self._moves, order, moved.away, salt)
         if self._fetch(message, moved.away, scope, again, None) is None:
             return ActionResult("", "rejected", _FULL, moved.done)
         why = f"{counted(len(moved.away), 'block')} must come to host memory first"
@@ -436,7 +449,7 @@ def _outcome(moved: Moved) -> ActionResult:
         return ActionResult("", "deferred", "the level's queue is full: send it again", moved.done)
     if moved.done:
         if moved.missing or moved.refused:
-            left = counted(moved.missing + moved.refused, "block")
+            left = counted(len(moved.missing) + moved.refused, "block")
             return ActionResult("", "clipped", f"without {left}", moved.done)
         return ActionResult("", "accepted", blocks=moved.done)
     if moved.refused:

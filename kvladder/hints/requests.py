@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvladder.hints.executor import HintExecutor, OwnRequest
+from kvladder.hints.executor import HintExecutor, Move, OwnRequest
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
@@ -13,6 +13,7 @@ from kvladder.hints.protocol import (
     DemoteHint,
     HintAction,
     HintsEnvelope,
+    Order,
     PinHint,
     PrefetchHint,
     RefusedHint,
@@ -36,18 +37,17 @@ class RequestHints:
     results: list[ActionResult] = field(default_factory=list[ActionResult])
     ranked: tuple[int, float | None] | None = None
     """Priority of its blocks and its duration in seconds, None for good; None if not ranked."""
-    waiting: list[HintAction] = field(default_factory=list[HintAction])
-    """Actions about its own blocks, for when it has finished."""
-    message: str = ""
-    version: str = ""
+    waiting: list[Move] = field(default_factory=list[Move])
+    """Orders about its own blocks, for when it has finished."""
 
     def finish(self, executor: HintExecutor, runs: Sequence[Sequence[BlockKey]], salt: str) -> None:
-        """Do the actions that waited; ``runs`` are the keys of its blocks, by group of layers.
+        """Do the orders that waited; ``runs`` are the keys of its blocks, by group of layers.
 
         Blocks whose saves are still in flight follow when these have ended.
         """
-        for action in self.waiting:
-            executor.later(action, [OwnRequest(run, salt) for run in runs if run])
+        keys = [key for run in runs for key in run]
+        for order in self.waiting:
+            executor.later(order, keys, salt)
         self.waiting = []
 
 
@@ -59,33 +59,38 @@ def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
     except RefusedHint:
         found.results = executor.apply(hints, caller=salt)  # counts it
         return found
-    own = [action for action in envelope.actions[:ACTIONS_MAX] if _is_own(action, salt)]
-    if envelope.protocol_version not in VERSIONS or not own:
+    orders = [_own_order(action, salt) for action in envelope.actions[:ACTIONS_MAX]]
+    orders += [None] * (len(envelope.actions) - len(orders))
+    if envelope.protocol_version not in VERSIONS or not any(orders):
         found.results = executor.apply(envelope, request=OwnRequest((), salt), caller=salt)
         return found
-    rest = [action for action in envelope.actions if action not in own]
+    both = [*zip(envelope.actions, orders, strict=True)]
+    rest = [action for action, order in both if order is None]
     others = HintsEnvelope(envelope.protocol_version, envelope.message_id, rest)
     done = executor.apply(others, request=OwnRequest((), salt), caller=salt) if rest else []
     results = iter(done)
-    for action in envelope.actions:
-        found.results.append(_own(executor, found, action) if action in own else next(results))
+    for action, order in both:
+        own = None if order is None else _own(executor, found, action, order)
+        found.results.append(next(results) if own is None else own)
     return found
 
 
-def _is_own(action: HintAction, salt: str) -> bool:
-    """Return whether an action is right, and about the blocks of its own request."""
+def _own_order(action: HintAction, salt: str) -> Order | None:
+    """Return the order of an action about the blocks of its own request; None of another one."""
     try:
         order = order_of(action)
     except RefusedHint:
-        return False
+        return None
     cancels = isinstance(order, PrefetchHint) and order.cancels is not None
     named = (order.tokens, order.keys, order.session)
-    return not cancels and all(one is None for one in named) and order.salt in (None, salt)
+    is_own = all(one is None for one in named) and order.salt in (None, salt) and not cancels
+    return order if is_own else None
 
 
-def _own(executor: HintExecutor, found: RequestHints, action: HintAction) -> ActionResult:
-    """Do an action about the request's own blocks, as far as it can be done at its start."""
-    order = order_of(action)
+def _own(
+    executor: HintExecutor, found: RequestHints, action: HintAction, order: Order
+) -> ActionResult:
+    """Do an order about the request's own blocks, as far as it can be done at its start."""
     result = ActionResult("", "accepted")
     match order:
         case PinHint() | RetainHint():
@@ -99,7 +104,7 @@ def _own(executor: HintExecutor, found: RequestHints, action: HintAction) -> Act
             except RefusedHint as error:
                 result = ActionResult("", "rejected", str(error))
             else:
-                found.waiting.append(action)
+                found.waiting.append(order)
                 result = ActionResult("", "deferred", "until the request has finished")
         case PrefetchHint():
             result = ActionResult("", "accepted", "the request fetches its blocks itself")

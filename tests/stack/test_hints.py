@@ -14,6 +14,7 @@ import pytest_asyncio
 from kvladder.hints import ActionResult, HintExecutor
 from kvladder.hints.executor import MESSAGES_MAX, PREFETCHES_MAX, WAITING_MAX, OwnRequest
 from kvladder.hints.protocol import ACTIONS_MAX
+from kvladder.hints.requests import begin
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
@@ -228,6 +229,43 @@ async def test_blocks_that_only_a_private_tier_holds_are_brought_up_and_shared()
         await told.until_fetched()
     async with cache_of(LevelSpec(SharedFakeTier(store=store)), slots=8) as other:
         assert await other.load(PROMPT) == ["level1"] * 6
+
+
+def finished(told: Told, keys: Sequence[BlockKey], **action: Any) -> None:
+    """Let a request with this action about its own blocks finish."""
+    hints = begin(told.hints, envelope(action), salt="")
+    assert outcomes(hints.results) == ["deferred"]
+    hints.finish(told.hints, [keys], "")
+
+
+async def test_a_finished_request_drops_each_of_its_blocks_once(told: Told) -> None:
+    told.cache.save(PROMPT[:4])
+    finished(told, PROMPT, do="demote", to="out")
+    assert told.where(PROMPT[:4]) == [None] * 4
+    told.cache.save(PROMPT)  # the last two were on their way, the others are another request's
+    await asyncio.sleep(2)
+    told.hints.poll()
+    assert told.where(PROMPT) == ["host"] * 4 + [None] * 2
+
+
+async def test_blocks_that_are_never_saved_are_looked_for_seldom_and_not_for_ever(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    demote = told.cache.manager.commands.demote
+
+    def counted(keys: Sequence[BlockKey], salt: bytes, level: str | None) -> Any:
+        tried.append(len(keys))
+        return demote(keys, salt, level)
+
+    monkeypatch.setattr(told.cache.manager.commands, "demote", counted)
+    finished(told, PROMPT, do="demote")
+    for _ in range(10_000):  # an engine's steps, 10 ms each
+        told.hints.poll()
+        told.hints.poll()
+        await asyncio.sleep(0.01)
+    assert tried == [len(PROMPT)] * len(tried)
+    assert 10 < len(tried) < 50
 
 
 async def test_a_session_names_the_blocks_of_its_last_request(told: Told) -> None:

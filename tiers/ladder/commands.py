@@ -16,7 +16,7 @@ class Moved(NamedTuple):
     """What a command did with each of its blocks."""
 
     done: int = 0
-    missing: int = 0
+    missing: Sequence[BlockKey] = ()
     """Blocks that no level holds, and blocks of another salt."""
     refused: int = 0
     """Blocks that the level does not take."""
@@ -24,6 +24,11 @@ class Moved(NamedTuple):
     """Blocks that are held, but not in host memory, from where they could be sent."""
     waiting: Sequence[BlockKey] = ()
     """Blocks for which the level's queue has no room now."""
+
+    @property
+    def left(self) -> list[BlockKey]:
+        """Blocks for which the same command may do something later."""
+        return [*self.missing, *self.away, *self.waiting]
 
 
 _Fate = Literal["done", "missing", "refused", "away", "waiting"]
@@ -136,7 +141,8 @@ class StackCommands:
         command: Callable[[BlockKey, BlockMeta], _Fate],
     ) -> Moved:
         """Run a command for each held block of the salt, in steps, and count what became of it."""
-        done = missing = refused = 0
+        done = refused = 0
+        missing: list[BlockKey] = []
         away: list[BlockKey] = []
         waiting: list[BlockKey] = []
         for part in _steps(keys):
@@ -147,7 +153,7 @@ class StackCommands:
                     if fate == "done":
                         done += 1
                     elif fate == "missing":
-                        missing += 1
+                        missing.append(key)
                     elif fate == "refused":
                         refused += 1
                     else:
