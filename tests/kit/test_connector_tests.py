@@ -223,12 +223,16 @@ FINDS = {
 }
 """The test that must find each fault."""
 
+LONGEST = 2000
+"""Characters of a line; pytest compares two blocks for minutes to show how they differ."""
+
 
 @pytest.mark.slow
 def test_each_broken_rule_is_found(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("CI", "1")  # pytest shows whole values there
     path = pytester.makepyfile(BROKEN)
     wanted = [f"{path.name}::Test{name}::test_{test}" for name, test in FINDS.items()]
     options = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "-q", "-rfE")
@@ -236,6 +240,7 @@ def test_each_broken_rule_is_found(
     lines = result.outlines
     bad = {line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith("FAILED ")}
     assert bad == set(wanted), "\n".join(lines)
+    assert max(map(len, lines)) < LONGEST, "the bytes of blocks are shown"
 
 
 def test_every_test_of_the_suite_finds_a_fault() -> None:

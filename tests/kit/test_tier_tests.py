@@ -566,12 +566,16 @@ FINDS_ALONE = {
 }
 """Faults that only one test of the suite finds."""
 
+LONGEST = 2000
+"""Characters of a line; pytest compares two blocks for minutes to show how they differ."""
+
 
 @pytest.mark.slow
 def test_each_broken_rule_is_found(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("CI", "1")  # pytest shows whole values there
     pytester.makepyfile(BROKEN)
     options = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "-q", "-rfE")
     lines = pytester.runpytest_subprocess(*options).outlines
@@ -586,3 +590,4 @@ def test_each_broken_rule_is_found(
         own = [line.split("::test_")[1] for line in bad if f"::Test{name}::" in line]
         assert {one.split("[")[0] for one in own} == {test}, name
     assert not [line for line in bad if "::TestStrange::" in line], "it is only strange"
+    assert max(map(len, lines)) < LONGEST, "the bytes of blocks are shown"

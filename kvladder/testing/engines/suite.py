@@ -220,7 +220,10 @@ class Driver:
         for index, block in enumerate(blocks):
             right = self.engine.read(block) == self.data(tokens, index, salt)
             assert right, f"wrong bytes in block {index} of the prompt"
-        assert before == [self.engine.read(block) for block in others], "other blocks changed"
+        changed = [
+            block for block, old in zip(others, before, strict=True) if self.engine.read(block) != old
+        ]
+        assert not changed, f"other blocks changed: {changed}"
 
 
 class ConnectorTests(ConnectorFixtures):
