@@ -30,13 +30,15 @@ def page(tmp_path_factory):
 
 
 @contextmanager
-def shown(page, tmp_path, *, levels=1, **look):
+def shown(page, tmp_path, *, levels=1, shadow=None, **look):
     """Open a cache with so many levels below host, and its page."""
     below = [
         {"type": "memory", "name": f"level{n}", "capacity": "1 MiB", "when": "commit"}
         for n in range(levels)
     ]
     whole = {**settings(tmp_path), "tiers": [{"type": "host"}, *below]}
+    if shadow:
+        whole["shadow"] = shadow
     page.problems.clear()
     page.requested.clear()
     with open_cache(whole, layout=LAYOUT) as cache:
@@ -90,6 +92,38 @@ def test_it_is_live_and_shows_losses_notices_and_latencies(page, tmp_path):
         page.until("/≤ [0-9.]+ (µs|ms|s)/.test(document.getElementById('flow').innerText)")
         assert "50 blocks" in text(page, "ladder")
     assert page.problems == []
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_it_shows_what_other_sizes_would_bring(page, tmp_path, width):
+    prices = {"memory": 3, "gpu": 2.5}
+    shadow = {"enabled": True, "prefill": 2000, "prices": prices}
+    with shown(page, tmp_path, shadow=shadow, width=width) as cache:
+        keys = save(cache, range(40))
+        for _ in range(2):
+            fetch = cache.fetch(keys)
+            fetch.wait()
+            fetch.release()
+        want = cache.stats()["shadow"]["hit_ratio"]["host"]
+        rows_of = "[...document.querySelectorAll('#sizes tbody tr')]"
+        cells = f"{rows_of}.map(r => [...r.cells].map(c => c.innerText))"
+        page.until(f"{cells}[0][2] !== '0.0 %'")
+        rows = page.run(cells)
+        want = cache.stats()["shadow"]["hit_ratio"]["host"]
+        assert [row[:2] for row in rows[:4]] == [["host", f"{size} times"] for size in want]
+        assert [row[2] for row in rows[:4]] == [f"{100 * ratio:.1f} %" for ratio in want.values()]
+        assert any(row[1] == "1 times" and "/" in row[-1] for row in rows)
+        heads = page.run("[...document.querySelectorAll('#sizes thead th')].map(c => c.innerText)")
+        assert "cost in a month" in heads
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "it does not scroll"
+        roles = page.roles()
+        assert ("region", "What other sizes would bring") in roles
+    assert page.problems == []
+
+
+def test_without_a_shadow_nothing_is_said_of_other_sizes(page, tmp_path):
+    with shown(page, tmp_path):
+        assert page.run("document.getElementById('shadow').hidden")
 
 
 def test_it_says_when_the_cache_has_ended(page, tmp_path):
