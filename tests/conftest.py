@@ -28,6 +28,8 @@ pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "tests.kit.durat
 
 # how fast this machine computes just now decides nothing, but in the tests of that decision
 os.environ.setdefault("KVLADDER__FETCH__WHEN", "always")
+# torch's threads wait by spinning: among other tests, two of them take eight times as long as one
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile(
