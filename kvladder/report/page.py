@@ -19,11 +19,13 @@ _STYLE: Final = """
 @media (prefers-color-scheme: dark) { :root { --back: #15181c; --text: #e6e8eb; --line: #3d444d; } }
 body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif;
        margin: 0 auto; max-width: 72rem; padding: 1rem; }
+h1, p { overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0; }
 pre { overflow-x: auto; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: right; }
+th, td { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: right;
+         white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 _SCRIPT: Final = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks.row import Row
 from kvladder.cli import main
-from tests.patience import PATIENCE_S
+from tests.kit.browser import CHROMIUM, Browser, browser
 
-CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="install chromium")
 pytestmark = pytest.mark.slow
 
@@ -33,94 +31,80 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-class Shown:
-    """A page as the browser has it after its scripts have run."""
-
-    def __init__(self, page: Path, *, dark: bool = False, width: int = 1000) -> None:
-        assert CHROMIUM is not None
-        picture = page.with_suffix(".png")
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--v=0"]
-        command += ["--enable-logging=stderr", "--virtual-time-budget=10000"]
-        command += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={width},900"]
-        command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-dev-shm-usage"]
-        command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-        dumped = self._run([*command, "--dump-dom", page.as_uri()])
-        self.dom = dumped.stdout
-        self.console = [line for line in dumped.stderr.splitlines() if "CONSOLE" in line]
-        self._run([*command, f"--screenshot={picture}", page.as_uri()])
-        self.picture = picture.read_bytes()
-
-    @staticmethod
-    def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=PATIENCE_S
-        )
-
-    @property
-    def drawn(self) -> list[str]:
-        """The title of each plot that the browser has drawn, by the heading above it."""
-        after = r"<h2>([^<]*)</h2>(?:<p>[^<]*</p>)?\s*<div[^>]*>.*?<svg class=\"main-svg\""
-        return re.findall(after, self.body, re.DOTALL)
-
-    @property
-    def body(self) -> str:
-        return self.dom[self.dom.index("<body>") :]
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium")) as shown:
+        yield shown
 
 
-def holds(page: Path, *titles: str) -> None:
+DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
+  .filter((plot) => plot.querySelector('svg.main-svg') && plot.querySelector('.point'))
+  .map((plot) => { let at = plot; while (at.tagName !== 'H2') at =
+    at.previousElementSibling || at.parentElement; return at.textContent; })"""
+"""The title of each plot that is drawn, with its points: the heading above it."""
+WIDTH = """Math.max(document.documentElement.scrollWidth,
+  ...[...document.querySelectorAll('svg.main-svg')].map((e) => e.getBoundingClientRect().right))"""
+
+
+def holds(chromium: Browser, page: Path, *titles: str) -> None:
     """Check the page in light on a desk, and in dark on a phone."""
     text = page.read_text()
     assert not re.findall(r"""<(?:link|img|iframe)\b|\bsrc=["']""", text[: text.index("<script>")])
     assert "default-src 'none'" in text
     pictures = set()
-    for dark, width in ((False, 1000), (True, 390)):
-        shown = Shown(page, dark=dark, width=width)
-        assert shown.console == []
-        assert shown.drawn == [*titles]
-        assert shown.body.count('class="main-svg"') >= len(titles)
-        assert 'class="point' in shown.body
-        text = "#e6e8eb" if dark else "#1f2328"
-        red, green, blue = (int(text[at : at + 2], 16) for at in (1, 3, 5))
-        assert f"fill: rgb({red}, {green}, {blue})" in shown.body
-        pictures.add(shown.picture)
-    assert len(pictures) == 2
+    for dark, width in ((False, 1000), (True, 390), (False, 360)):
+        chromium.problems.clear()
+        chromium.requested.clear()
+        chromium.look(dark=dark, width=width)
+        chromium.go(page.as_uri())
+        chromium.until("document.readyState === 'complete'")
+        assert chromium.run(DRAWN) == [*titles]
+        colour = "rgb(230, 232, 235)" if dark else "rgb(31, 35, 40)"
+        chromium.until(f"document.querySelector('.xtick text')?.style.fill === '{colour}'")
+        assert chromium.run(WIDTH) <= width
+        assert {url for url in chromium.requested if not url.startswith("data:")} == {page.as_uri()}
+        assert chromium.problems == []
+        picture = page.with_suffix(f".{width}.png")
+        chromium.picture(picture)
+        pictures.add(picture.read_bytes())
+    assert len(pictures) == 3
 
 
 @needs_browser
-def test_a_replay_is_drawn(trace: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_replay_is_drawn(chromium: Browser, trace: Path, tmp_path: Path, capsys: Any) -> None:
     stack, page = tmp_path / "stack.yaml", tmp_path / "replay.html"
     tiers = "[{type: host}, {name: cold, type: memory, capacity: 2 MiB, when: commit}]"
     stack.write_text(f"arena: {{size: 256 KiB}}\ntiers: {tiers}\n")
     arguments = ["replay", str(trace), "--config", str(stack), "--block-bytes", "4 KiB"]
     assert main([*arguments, "--prefill", "2000", "--report", str(page)]) == 0
     assert "prioritized-lru" in capsys.readouterr().out
-    holds(page, "Hits by level", "Bytes written by level", "Computing saved by level")
+    holds(chromium, page, "Hits by level", "Bytes written by level", "Computing saved by level")
 
 
 @needs_browser
-def test_a_plan_is_drawn(trace: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_plan_is_drawn(chromium: Browser, trace: Path, tmp_path: Path, capsys: Any) -> None:
     page = tmp_path / "plan.html"
     arguments = ["plan", str(trace), "--block-bytes", "1 MiB", "--prefill", "2000"]
     prices = ["--prices", "memory=3,disk=0.1,gpu=2.5"]
     assert main([*arguments, *prices, "--report", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("hits ")
-    holds(page, "Hits by size", "Money left by size")
+    holds(chromium, page, "Hits by size", "Money left by size")
 
 
 @needs_browser
-def test_a_bench_is_drawn(tmp_path: Path, capsys: Any) -> None:
+def test_a_bench_is_drawn(chromium: Browser, tmp_path: Path, capsys: Any) -> None:
     page, disk = tmp_path / "bench.html", tmp_path / "disk <b>"
     disk.mkdir()
     arguments = ["bench", str(disk), "--sizes", "64KiB", "--depths", "1,2", "--bytes", "8MiB"]
     assert main([*arguments, "--report", str(page)]) == 0
     assert "limit" in capsys.readouterr().out
     assert "disk &lt;b&gt;" in page.read_text()
-    holds(page, "Read", "Write")
+    holds(chromium, page, "Read", "Write")
 
 
 @needs_browser
 def test_runs_of_the_benchmarks_are_drawn_with_their_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(benchmarks, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(benchmarks, "names", lambda: ["one"])
@@ -134,7 +118,7 @@ def test_runs_of_the_benchmarks_are_drawn_with_their_history(
     capsys.readouterr()
     kept = json.loads((tmp_path / "results" / "2026-01-02.json").read_text())
     assert [row["ours"] for row in kept["rows"]] == [2.0, 2.0]
-    holds(page, "GB/s", "s", "Ratio over the runs")
+    holds(chromium, page, "GB/s", "s", "Ratio over the runs")
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
