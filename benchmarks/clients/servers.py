@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -40,6 +42,16 @@ class BenchServer(FreshServer):
         """Drop vLLM's own prefix cache, once no copy holds its blocks; kvladder keeps its own."""
         until(lambda: json.loads(self.get("reset_prefix_cache", {}))["success"], every_s=0.1)
 
+    def freeze(self) -> None:
+        """Stop all of its processes: idle ones of vLLM wait by spinning."""
+        for pid in self.alive():
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let its processes go on."""
+        for pid in self.alive():
+            os.kill(pid, signal.SIGCONT)
+
 
 def started(folder: Path) -> dict[str, BenchServer]:
     """Return both servers once they serve; they are started one after the other."""
@@ -51,6 +63,7 @@ def started(folder: Path) -> dict[str, BenchServer]:
             print(f"starting vLLM, {name}", file=sys.stderr, flush=True)
             servers[name] = BenchServer(folder, name, *more)
             servers[name].ready()
+            servers[name].freeze()
     except BaseException:
         end(servers)
         raise
@@ -60,6 +73,7 @@ def started(folder: Path) -> dict[str, BenchServer]:
 def end(servers: dict[str, BenchServer]) -> None:
     """End servers and all processes that they started, by their process ids."""
     for server in servers.values():
+        server.thaw()
         try:
             server.stop()
         finally:

@@ -35,6 +35,14 @@ class Resettable(Protocol):
         """Drop the engine's own prefix cache."""
         ...
 
+    def freeze(self) -> None:
+        """Stop all processes of the server."""
+        ...
+
+    def thaw(self) -> None:
+        """Let the processes go on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -212,8 +220,15 @@ def last_words(log: Path) -> str:
 def in_turns(
     program: Program, servers: Mapping[str, Resettable], folder: Path, turns: int, outcome: Outcome
 ) -> None:
-    """Run a client ``turns`` times against each server; the order changes with each turn."""
+    """Run a client ``turns`` times against each server; the order changes with each turn.
+
+    All servers are frozen, and only the one that is asked runs.
+    """
     for number in range(turns):
         for name in sorted(servers, reverse=number % 2 == 1):
             out = f"out/{program.title.replace(' ', '-')}/{number + 1}-{name}"
-            outcome.turns[name].append(run_once(program, servers[name], folder, out))
+            servers[name].thaw()
+            try:
+                outcome.turns[name].append(run_once(program, servers[name], folder, out))
+            finally:
+                servers[name].freeze()

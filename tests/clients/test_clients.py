@@ -332,6 +332,12 @@ class Engine:
     def reset(self) -> None:
         self.log.append(self.name)
 
+    def freeze(self) -> None:
+        self.log.append("frozen")
+
+    def thaw(self) -> None:
+        self.log.append("thawed")
+
 
 @pytest.fixture
 def servers(engine: int) -> dict[str, Engine]:
@@ -345,7 +351,8 @@ def test_servers_take_turns_and_each_begins_without_the_engines_cache(
 ) -> None:
     outcome = Outcome("a client")
     in_turns(Script("asks", ASKS), servers, tmp_path, 3, outcome)
-    assert servers[ALONE].log == [ALONE, OURS, OURS, ALONE, ALONE, OURS]
+    order = [ALONE, OURS, OURS, ALONE, ALONE, OURS]
+    assert servers[ALONE].log == [step for name in order for step in ("thawed", name, "frozen")]
     answers = outcome.answers()
     assert (answers.pairs, answers.differ, answers.unpaired) == (3, 0, 0)
     assert outcome.late().pairs == 1
