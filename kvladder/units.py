@@ -18,6 +18,7 @@ _SIZES: Final[dict[str, int]] = {"B": 1} | {
     for power, letter in enumerate("KMGTP", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DURATIONS: Final[dict[str, float]] = {
     "us": 1e-6,
     "ms": 1e-3,
@@ -106,8 +107,25 @@ class Size(int):
 
     def about(self) -> str:
         """Return text rounded in a binary unit, for tables: ``1.82 TiB``."""
-        power = max(0, min((int(self).bit_length() - 1) // 10, 5))
-        return f"{int(self) / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+        power = self._power()
+        return f"{int(self) / 1024**power:.4g} {_BINARY[power]}"
+
+    def above(self) -> str:
+        """Return text for people that ``parse`` reads as at least this size.
+
+        It is the size as it is written if that is short, else rounded up to a hundredth of a
+        binary unit: ``19.18 GiB``.
+        """
+        exact = str(self)
+        if exact != f"{int(self)} B":
+            return exact
+        power = self._power()
+        hundredths = -(-int(self) * 100 // 1024**power)
+        return f"{hundredths / 100:g} {_BINARY[power]}" if power else exact
+
+    def _power(self) -> int:
+        """Return the power of 1024 of the largest binary unit that is not above this size."""
+        return max(0, min((int(self).bit_length() - 1) // 10, len(_BINARY) - 1))
 
 
 class Duration(float):

@@ -21,6 +21,7 @@ from tests.test_readmes import missing
 
 settings: Any = script("settings")
 drawings: Any = script("drawings")
+command_line: Any = script("commands")
 jsonschema: Any = importlib.import_module("jsonschema")
 SCHEMA = settings.whole()
 OF_USERS = {"stack.yaml"}
@@ -38,6 +39,11 @@ def wrong(text: str) -> list[str]:
 def test_the_pages_of_settings_are_current() -> None:
     for path, text in settings.render().items():
         assert path.read_text(encoding="utf-8") == text, "run python .ci/settings.py"
+
+
+def test_the_page_of_commands_is_current() -> None:
+    text = command_line.PAGE.read_text(encoding="utf-8")
+    assert text == command_line.page(), "run python .ci/commands.py"
 
 
 def test_the_drawings_are_current() -> None:

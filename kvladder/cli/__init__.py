@@ -1,117 +1,103 @@
 """The command line: ``kvladder check``, ``size``, ``plan``, ``replay``, ``serve``, ``stats`` ...
 
-Each command is a function. Its parameters are the command's arguments, and ``--help`` prints its
-docstring.
+Each command is a function in a module of its own. Its parameters are the command's arguments, its
+docstring is the help, and it returns a ``Result``: text, and the same as data for ``--json``. A
+command that prints as it runs yields results instead. To add a command, name its function in
+``COMMANDS``; ``docs/reference/cli.md`` is made from the declarations by ``.ci/commands.py``.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from inspect import Parameter, getdoc, signature
-from typing import Any, Final, get_args
+from signal import SIGINT, SIGPIPE
+from typing import Any, Final
 
-from kvladder.cli.bench import Interrupted, bench
-from kvladder.cli.check import check
-from kvladder.cli.dashboards import dashboards
-from kvladder.cli.evaluate import TooMuch, eval_
-from kvladder.cli.output import Unwritable, say
-from kvladder.cli.plan import plan
-from kvladder.cli.purge import purge
-from kvladder.cli.replay import replay
-from kvladder.cli.serve import serve
-from kvladder.cli.size import size
-from kvladder.cli.stats import describe, stats
+import click
+from click.shell_completion import shell_complete
+
+from kvladder.cli.base.completion import VARIABLE
+from kvladder.cli.base.declared import Commands, Run
+from kvladder.cli.output import EXIT_SIGNAL, Failed, Unwritable, say_result
 from kvladder.errors import ConfigError
 
-EXIT_TOO_MUCH: Final = 1
 EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
-EXIT_SIGNAL: Final = 128
-"""The exit code that a shell reports for a program ended by a signal, less its number."""
-EXIT_PIPE: Final = EXIT_SIGNAL + 13
-COMMANDS: Final = (
-    *(check, size, bench, plan, replay, eval_, serve, stats, describe, purge),
-    dashboards,
-)
-_SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
-"""Matches the description of one parameter in a docstring."""
+COMMANDS: Final = {
+    "check": "kvladder.cli.check:check",
+    "size": "kvladder.cli.size:size",
+    "bench": "kvladder.cli.bench:bench",
+    "plan": "kvladder.cli.plan:plan",
+    "replay": "kvladder.cli.replay:replay",
+    "eval": "kvladder.cli.evaluate:eval_",
+    "serve": "kvladder.cli.serve:serve",
+    "stats": "kvladder.cli.stats:stats",
+    "describe": "kvladder.cli.stats:describe",
+    "purge": "kvladder.cli.purge:purge",
+    "dashboards": "kvladder.cli.dashboards:dashboards",
+    "completion": "kvladder.cli.base.completion:completion",
+}
+"""The function of each command; only those that are used are imported."""
+
+
+def commands() -> Commands:
+    """Return the commands, each imported when it is needed."""
+    return Commands(COMMANDS, _version)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names (None: the process's own); return the exit code."""
-    given = vars(_parser().parse_args(argv))
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(**given)
+        return _main(words)
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL + SIGINT
+    except BrokenPipeError as error:  # the reader of help or of standard error has ended
+        return _unwritable(Unwritable(error))
     except Unwritable as error:
-        if error.is_pipe:
-            return EXIT_PIPE
-        print(f"kvladder: {error}", file=sys.stderr)
-        return EXIT_UNWRITABLE
+        return _unwritable(error)
 
 
-def _run(run: Callable[..., str], **given: Any) -> int:
+def _unwritable(error: Unwritable) -> int:
+    if error.is_pipe:
+        return EXIT_SIGNAL + SIGPIPE
+    print(f"kvladder: {error}", file=sys.stderr)
+    return EXIT_UNWRITABLE
+
+
+def _main(words: list[str]) -> int:
+    known = commands()
+    shell = os.environ.get(VARIABLE)
+    if shell:
+        return shell_complete(known, {}, "kvladder", VARIABLE, shell)
+    try:
+        run, given, as_json = known.parse(words)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.UsageError as error:
+        error.show()
+        return error.exit_code
+    return _run(run, given, as_json=as_json)
+
+
+def _run(run: Run, given: dict[str, Any], *, as_json: bool) -> int:
     """Run a command with these arguments and return the exit code."""
     try:
-        say(run(**given))
+        say_result(run(**given), as_json=as_json)
     except (ConfigError, ExceptionGroup) as error:
         errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
         if not all(isinstance(one, ConfigError) for one in errors):
             raise
         print(*(f"kvladder: {one}" for one in errors), sep="\n", file=sys.stderr)
         return EXIT_CONFIG
-    except Interrupted as error:
+    except Failed as error:
+        if error.result is not None:
+            say_result(error.result, as_json=as_json)
         print(f"kvladder: {error}", file=sys.stderr)
-        return EXIT_SIGNAL + error.signal
-    except TooMuch as error:
-        say(error.report)
-        print(f"kvladder: {error}", file=sys.stderr)
-        return EXIT_TOO_MUCH
+        return error.code
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvladder", description="Check, size and operate a tiered KV cache for LLM engines."
-    )
-    parser.add_argument("--version", action="version", version=f"kvladder {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in COMMANDS:
-        says, _, more = (getdoc(run) or "").partition("\n\nParameters\n----------\n")
-        command = commands.add_parser(
-            run.__name__.rstrip("_"), help=says.partition(".\n")[0].rstrip("."), description=says
-        )
-        said = dict(_SAID.findall(more))
-        for one in signature(run, eval_str=True).parameters.values():
-            _add(command, one, " ".join(said.get(one.name, "").split()))
-        command.set_defaults(run=run)
-    return parser
-
-
-def _add(command: argparse.ArgumentParser, one: Parameter, says: str) -> None:
-    """Add the argument for one of a command's parameters; ``wait_s`` becomes ``--wait``."""
-    kind = next(iter(get_args(one.annotation)), one.annotation)  # ``X | None`` is parsed as X
-    flag = "--" + one.name.removesuffix("_s").rstrip("_").replace("_", "-")
-    if one.kind is not one.KEYWORD_ONLY:
-        command.add_argument(
-            one.name, type=kind, help=says, nargs=None if one.default is one.empty else "?"
-        )
-    elif kind is bool:
-        command.add_argument(flag, dest=one.name, action="store_true", help=says)
-    else:
-        required = one.default is one.empty
-        command.add_argument(
-            flag,
-            dest=one.name,
-            type=kind,
-            required=required,
-            default=None if required else one.default,
-            metavar="N" if kind in {int, float} else None,
-            help=says,
-        )
 
 
 def _version() -> str:

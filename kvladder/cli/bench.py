@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from yaml import YAMLError
 
+from kvladder.cli.output import EXIT_SIGNAL, Failed, Result
 from kvladder.cli.tracing import ProgressLine, aligned, drawable, positive, seconds_of, size_of
-from kvladder.errors import ConfigError, KvladderError
+from kvladder.errors import ConfigError
 from kvladder.measuring.blocks import KIB, MIB
 from kvladder.measuring.run import BenchSettings, Case, Measured, measure
 from kvladder.measuring.targets import MediumTarget, target
@@ -33,14 +34,6 @@ BYTES: Final = "8 GiB"
 WAYS: Final = ("write", "read")
 
 
-class Interrupted(KvladderError):
-    """The user ended a measurement; ``signal`` says how."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__("interrupted; what it wrote is removed")
-        self.signal = number
-
-
 def bench(
     medium: str,
     *,
@@ -58,8 +51,7 @@ def bench(
     out: Path | None = None,
     report: Path | None = None,
     progress: bool = False,
-    json_: bool = False,
-) -> str:
+) -> Result:
     """Measure a disk, a Redis, an object store or a cache server, beside the medium's own limit.
 
     Writes blocks of its own, reads them, and removes them, also after Ctrl-C. Exits with 2 if an
@@ -97,8 +89,6 @@ def bench(
         write a page with plots to this file; needs kvladder[report]
     progress:
         print progress on standard error even if that is no terminal
-    json_:
-        print the results as JSON
     """
     drawable(report)
     token_s = seconds_of(prefill)
@@ -110,7 +100,10 @@ def bench(
     data = _data(found, wanted, done, is_worth)
     if report is not None:
         write(report, bench_page(data, [*_head(found, done), _line(is_worth)], _rows(done.cases)))
-    return _printed(found, data, done, is_worth, out, json_)
+    if out is not None:
+        _write(out, data)
+    lines = [*_head(found, done), "", *aligned(_rows(done.cases)), "", _line(is_worth)]
+    return Result("\n".join(lines), data)
 
 
 def _wanted(
@@ -138,25 +131,12 @@ def _wanted(
     return wanted
 
 
-def _printed(
-    found: MediumTarget,
-    data: Mapping[str, Any],
-    done: Measured,
-    is_worth: Worth | None,
-    out: Path | None,
-    as_json: bool,
-) -> str:
-    """Return what is printed; write the numbers to ``out``, too."""
-    text = json.dumps(data, indent=2)
-    if out is not None:
-        try:
-            out.write_text(f"{text}\n")
-        except OSError as error:
-            hint = "expected a file that this user may write"
-            raise ConfigError(f"{out}: {error.strerror}", path="--out", hint=hint) from error
-    if as_json:
-        return text
-    return "\n".join([*_head(found, done), "", *aligned(_rows(done.cases)), "", _line(is_worth)])
+def _write(out: Path, data: Mapping[str, Any]) -> None:
+    try:
+        out.write_text(f"{json.dumps(data, indent=2)}\n")
+    except OSError as error:
+        hint = "expected a file that this user may write"
+        raise ConfigError(f"{out}: {error.strerror}", path="--out", hint=hint) from error
 
 
 def _run(found: MediumTarget, wanted: BenchSettings, progress: ProgressLine) -> Measured:
@@ -179,7 +159,8 @@ def _run(found: MediumTarget, wanted: BenchSettings, progress: ProgressLine) -> 
     try:
         done = asyncio.run(measuring())
     except asyncio.CancelledError as error:
-        raise Interrupted(came[0] if came else signal.SIGINT) from error
+        code = EXIT_SIGNAL + (came[0] if came else signal.SIGINT)
+        raise Failed("interrupted; what it wrote is removed", code) from error
     if not done.cases:
         raise ConfigError(f"{wanted.budget_s:g} s are too few to measure", path="--budget")
     return done

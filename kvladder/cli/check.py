@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from kvladder.cli.output import Result
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.export.cache import server_layout
@@ -24,7 +25,7 @@ def check(
     block_tokens: int | None = None,
     all_: bool = False,
     offline: bool = False,
-) -> str:
+) -> Result:
     """Check a configuration and print the resolved stack.
 
     Prints OK and the warnings, then each setting that is not a default, with its value and its
@@ -66,7 +67,7 @@ def check(
     if findings is not None and findings.errors:
         raise ExceptionGroup("the cache would not open", findings.errors)
     warnings = [*found.warnings, *(findings.warnings if findings else ())]
-    return "\n".join(
+    text = "\n".join(
         [
             "OK" + (f", {counted(len(warnings), 'warning')}" if warnings else ""),
             *(f"  warning: {warning}" for warning in warnings),
@@ -76,6 +77,20 @@ def check(
             *notes,
         ]
     )
+    return Result(text, _data(found, layout, warnings, findings))
+
+
+def _data(
+    found: StackConfig, layout: Layout | None, warnings: list[str], findings: Findings | None
+) -> dict[str, Any]:
+    """Return the verdict, every setting and the facts as plain data."""
+    rows = {row.path: {"value": row.value, "origin": row.origin} for row in found.rows(layout)}
+    data: dict[str, Any] = {"ok": True, "warnings": warnings, "settings": rows}
+    if layout is not None:
+        data["block"] = {"tokens": layout.block_tokens, "bytes": layout.block_bytes}
+    if findings is not None:
+        data["found"] = {name: dict(facts) for name, facts in findings.facts.items()}
+    return data
 
 
 def _layout(

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvladder.cli.output import Result
 from kvladder.errors import ConfigError
 from kvladder.publishing.alerts import PAGE, alerts_of, rules
 from kvladder.publishing.board import board
@@ -16,7 +17,7 @@ BOARD: Final = "kvladder-board.json"
 RULES: Final = "kvladder-rules.yaml"
 
 
-def dashboards(*, out: Path, runbooks: str = PAGE, force: bool = False) -> str:
+def dashboards(*, out: Path, runbooks: str = PAGE, force: bool = False) -> Result:
     """Write a board for Grafana and alert rules for Prometheus.
 
     Both name the metrics of this version, with and without the prefix of vLLM.
@@ -47,12 +48,11 @@ def dashboards(*, out: Path, runbooks: str = PAGE, force: bool = False) -> str:
     _write(out / RULES, _yaml(rules(runbooks)))
     panels = counted(sum(len(one.get("panels", (one,))) for one in made["panels"]), "panel")
     alerts = counted(len(alerts_of()), "alert")
-    return "\n".join(
-        (
-            f"{out / BOARD}: {panels}; import it in Grafana",
-            f"{out / RULES}: {alerts}; name it in Prometheus' rule_files",
-        )
+    lines = (
+        f"{out / BOARD}: {panels}; import it in Grafana",
+        f"{out / RULES}: {alerts}; name it in Prometheus' rule_files",
     )
+    return Result("\n".join(lines), {"board": str(out / BOARD), "rules": str(out / RULES)})
 
 
 def _yaml(found: dict[str, Any]) -> bytes:

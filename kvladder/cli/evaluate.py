@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from yaml import YAMLError
 
+from kvladder.cli.output import Failed, Result
 from kvladder.config import registry
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import load_config
-from kvladder.errors import ConfigError, KvladderError
+from kvladder.errors import ConfigError
 from kvladder.layout import Kind
 from kvladder.schema import is_list, is_mapping, parse_yaml
 from kvladder.units import Size
@@ -22,15 +23,8 @@ if TYPE_CHECKING:  # these need torch and transformers
     from kvladder.connectors.transformers.loss import PoolsEvaluation
     from kvladder.planning.loss import Evaluation, Loss
 
+EXIT_TOO_MUCH: Final = 1
 NEEDS: Final = "install kvladder[transformers]"
-
-
-class TooMuch(KvladderError):
-    """The measured loss is above an allowed limit; ``report`` is the whole report."""
-
-    def __init__(self, what: str, report: str) -> None:
-        super().__init__(what)
-        self.report = report
 
 
 def eval_(
@@ -44,7 +38,7 @@ def eval_(
     block_tokens: int = 16,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
-) -> str:
+) -> Result:
     """Measure how codecs, or settings of pools, change a model's answers.
 
     Runs the second half of each prompt twice: over the original keys and values of the first half,
@@ -92,11 +86,12 @@ def eval_(
             counted += 1
     if not counted:
         raise ConfigError(f"{prompts} is empty", path="--prompts", hint="write one prompt per line")
-    report = f"{model}: {chosen.report(run)}; {counted} prompts, {_costs(run.loss)}"
+    text = f"{model}: {chosen.report(run)}; {counted} prompts, {_costs(run.loss)}"
+    result = Result(text, {"model": str(model), "prompts": counted, **_data(run.loss)})
     exceeded = list(_exceeded(run.loss, max_divergence, min_agreement))
     if exceeded:
-        raise TooMuch("; ".join(exceeded), report)
-    return report
+        raise Failed("; ".join(exceeded), EXIT_TOO_MUCH, result)
+    return result
 
 
 def _chosen(codec: str | None, gpu: str | None, kinds: str | None) -> _Codecs | _Pools:
@@ -130,8 +125,11 @@ class _Codecs(NamedTuple):
         """Return a line about what was evaluated; raise ConfigError if no layer was."""
         if not run.changed:
             there = ", ".join(sorted(run.spared))
-            what = f"{self.said!r} selects no layer: the model's layers are {there}"
-            raise ConfigError(what, path="--kinds")
+            chosen = (
+                "codecs encode no layer" if self.said is None else f"{self.said!r} selects none"
+            )
+            flag = "--codec" if self.said is None else "--kinds"
+            raise ConfigError(f"{chosen}: the model's layers are {there}", path=flag)
         return _report(run, self.level)
 
 
@@ -183,6 +181,19 @@ def _costs(loss: Loss) -> str:
             f"agreement      {loss.agreement:.2%} of tokens have the same most likely next token",
         )
     )
+
+
+def _data(loss: Loss) -> dict[str, Any]:
+    """Return the loss as plain data."""
+    plain, coded = loss.perplexity
+    return {
+        "tokens": loss.tokens,
+        "plain_bytes": loss.plain_bytes,
+        "stored_bytes": loss.stored_bytes,
+        "divergence": {"mean": loss.mean, "most": loss.most},
+        "perplexity": {"plain": plain, "coded": coded},
+        "agreement": loss.agreement,
+    }
 
 
 def _exceeded(loss: Loss, divergence: float | None, agreement: float | None) -> Iterator[str]:

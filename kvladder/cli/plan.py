@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvladder.cli.output import Result
 from kvladder.cli.tracing import (
     ProgressLine,
     about,
@@ -68,8 +68,7 @@ def plan(
     budget_s: float = BUDGET_S,
     report: Path | None = None,
     check: bool = False,
-    json_: bool = False,
-) -> str:
+) -> Result:
     """Print what sizes of memory and disk would bring on a trace, and what to buy.
 
     Prints the hits, seconds of computing saved and costs by the size of memory, and of a disk below
@@ -107,8 +106,6 @@ def plan(
         write a page with plots to this file; needs kvladder[report]
     check:
         replay the stack that the plan ends with, and print its hits beside the planned ones
-    json_:
-        print the results as JSON
     """
     drawable(report)
     settings = _settings(prefill, disk_read, prices, most)
@@ -122,7 +119,7 @@ def plan(
     if report is not None:
         write(report, plan_page(planned.data(checked), planned.promise(checked)))
     data = planned.data(checked)
-    return json.dumps(data, indent=2) if json_ else planned.printed(how, checked)
+    return Result(planned.printed(how, checked), data)
 
 
 def _planned(trace: Trace, policy: str, settings: PlanSettings, budget_s: float) -> _Planned:
@@ -287,10 +284,10 @@ class _Planned(NamedTuple):
         missing = [flag for flag, value in given.items() if value is None]
         if missing:
             why += f" (not given: {', '.join(missing)})"
-        memory = Size(chosen.memory * settings.memory_block)
+        memory = Size(chosen.memory * settings.memory_block).above()
         lines = ["", f"plan: {why}", f"arena: {{size: {memory}}}", "tiers:", "  - {type: host}"]
         if chosen.disk:
-            room = Size(chosen.disk * settings.disk_block)
+            room = Size(chosen.disk * settings.disk_block).above()
             lines.append(f"  - {{type: files, path: DIRECTORY, capacity: {room}, when: commit}}")
         ratio = (chosen.memory_hits + chosen.disk_hits) / self.sizes.asked
         promise = f"hits {shown(ratio)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvladder.arena import Arena
+from kvladder.cli.output import Result
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.sockets import NobodyThere, ask, sockets
@@ -69,7 +70,7 @@ def purge(
     salt_file: str | None = None,
     all_: bool = False,
     wait_s: float = WAIT_S,
-) -> str:
+) -> Result:
     """Remove blocks from every tier and overwrite their bytes in files.
 
     Choose the blocks of a cache salt, those of a namespace, or all. Running caches that answer at
@@ -124,7 +125,7 @@ def purge(
             lines += purging()
         except ConfigError as error:
             raise _after(lines, error) from error
-    return "\n".join(lines)
+    return Result("\n".join(lines), {"done": lines})
 
 
 def _space(namespace: str) -> Namespace:

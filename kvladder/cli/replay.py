@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvladder.cli.output import Result
 from kvladder.cli.tracing import (
     ProgressLine,
     about,
@@ -54,8 +54,7 @@ def replay(
     ratios: str | None = None,
     report: Path | None = None,
     progress: bool = False,
-    json_: bool = False,
-) -> str:
+) -> Result:
     """Replay a trace over the levels and policies of a stack, in virtual time.
 
     Prints for each policy the hits of each level, blocks and bytes written, and the seconds of
@@ -91,8 +90,6 @@ def replay(
         write a page with plots to this file; needs kvladder[report]
     progress:
         print progress on standard error even if that is no terminal
-    json_:
-        print the results as JSON
     """
     drawable(report)
     token_s = seconds_of(prefill)
@@ -109,7 +106,7 @@ def replay(
     if report is not None:
         write(report, replay_page(data, rows))
     lines = [summary_of(found), *assumed(token_s, size, how, settings.ratios), ""]
-    return json.dumps(data, indent=2) if json_ else "\n".join([*lines, *aligned(rows)])
+    return Result("\n".join([*lines, *aligned(rows)]), data)
 
 
 def _loaded(config: Path, trace: Trace) -> StackConfig:

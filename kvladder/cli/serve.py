@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Final
 
-from kvladder.cli.output import say
+from kvladder.cli.output import Result, Results
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
@@ -18,7 +18,7 @@ FLUSH_S: Final = 60.0
 
 def serve(
     config: Path | None = None, *, new_keys: Path | None = None, flush_s: float = FLUSH_S
-) -> str:
+) -> Results:
     """Run a standalone cache server.
 
     Its levels are configured like those of any stack. Prints a line when it is ready. On SIGTERM or
@@ -39,7 +39,8 @@ def serve(
         The configuration is wrong, or something that it names is missing.
     """
     if new_keys is not None:
-        return _make_keys(new_keys)
+        yield _make_keys(new_keys)
+        return
     if config is None:
         raise ConfigError("missing", path="config", hint="expected the YAML file, or --new-keys")
     found = load_config(config)
@@ -56,16 +57,17 @@ def serve(
         try:
             address = f"{listen.rpartition(':')[0]}:{manager.stats()['export']['port']}"
             room = f"{manager.arena.slots} blocks of up to {size} in memory"
-            say(f"ready: clients at {address}, {room}")
+            facts = {"address": address, "slots": manager.arena.slots, "block_bytes": int(size)}
+            yield Result(f"ready: clients at {address}, {room}", {"ready": facts})
             ending = signal.Signals(signal.sigwait(ENDINGS))
         finally:
             manager.close(timeout_s=flush_s)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return f"ended by {ending.name}"
+    yield Result(f"ended by {ending.name}", {"ended": ending.name})
 
 
-def _make_keys(folder: Path) -> str:
+def _make_keys(folder: Path) -> Result:
     try:
         from kvladder.tiers.nixl.curve import make_keys
     except ModuleNotFoundError as error:
@@ -77,4 +79,5 @@ def _make_keys(folder: Path) -> str:
         what = f"{error.filename or folder}: {error.strerror}"
         hint = "expected a writable folder that has no keys yet"
         raise ConfigError(what, path="--new-keys", hint=hint) from error
-    return f"{server}: for the server's export.keys\n{client}: for keys of each client's level"
+    text = f"{server}: for the server's export.keys\n{client}: for keys of each client's level"
+    return Result(text, {"server": str(server), "client": str(client)})

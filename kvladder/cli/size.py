@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from kvladder.cli.output import Result
 from kvladder.config.settings import GpuConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError, PlanError
@@ -13,7 +14,7 @@ from kvladder.gpu.sizing.divide import blocks_of
 from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
-from kvladder.planning.models import kept_by
+from kvladder.planning.models import ModelResources, kept_by
 from kvladder.units import Size, counted
 
 STEP: Final = 8192
@@ -34,7 +35,7 @@ def size(
     block_tokens: int = 16,
     checkpoint_tokens: int = 0,
     stack: Path | None = None,
-) -> str:
+) -> Result:
     """Print how many blocks and sequences of a model fit into a memory.
 
     Also prints the bytes of a token, the pools that the layers need, and what each tier holds.
@@ -77,18 +78,22 @@ def size(
     with explained():
         one = _fit(plan, gpu, room, context)
     fit = plan.sequences if plan.division is None else plan.division.sequences
+    sequences = min(plan.sequences, fit)
+    data = {"memory_bytes": int(room), "sequence_tokens": context, "sequence_bytes": one}
+    data = {**_data(found, plan), **data, "sequences": sequences}
     whole = Size(one).about()
     lines = [
         f"{found.model.file}: {counted(found.layers, 'layer')}, {found.model.dtype}, {found.how}",
         *_kept(plan),
         f"a sequence of {counted(context, 'token')}, computed {step} at a time, takes {whole}",
         "",
-        f"{room.brief()}: {counted(min(plan.sequences, fit), 'sequence')}",
+        f"{room.brief()}: {counted(sequences, 'sequence')}",
         *_divided(plan),
     ]
     if config is not None and config.arena_bytes:
-        lines += ["", *_tiers(config, plan, context)]
-    return "\n".join(lines)
+        data["tiers"], told = _tiers(config, plan, context)
+        lines += ["", *told]
+    return Result("\n".join(lines), data)
 
 
 def _fit(plan: CachePlan, gpu: GpuConfig, room: Size, context: int) -> int:
@@ -131,11 +136,36 @@ def _size(count: int) -> str:
     return Size(count).brief()
 
 
+def _token_bytes(plan: CachePlan) -> int:
+    return sum(one.token_bytes for one in plan.resources if isinstance(one, Layer))
+
+
+def _data(found: ModelResources, plan: CachePlan) -> dict[str, Any]:
+    """Return the model, the bytes of a token, and the pools, as plain data."""
+    pools = [
+        {
+            "name": share.group.name,
+            "kind": share.group.kind,
+            "blocks": share.blocks,
+            "block_tokens": share.group.block_tokens,
+            "block_bytes": share.block_bytes,
+            "sequence_blocks": share.needed,
+        }
+        for share in (() if plan.division is None else plan.division.shares)
+    ]
+    return {
+        "model": str(found.model.file),
+        "dtype": found.model.dtype,
+        "layers": found.layers,
+        "token_bytes": _token_bytes(plan),
+        "pools": pools,
+    }
+
+
 def _kept(plan: CachePlan) -> list[str]:
     """Return lines about the bytes that a token and a sequence take in all layers together."""
-    layers = [one for one in plan.resources if isinstance(one, Layer)]
-    per_token = sum(layer.token_bytes for layer in layers)
-    lines = [f"a token takes {_size(per_token)} of KV in {counted(len(layers), 'layer')}"]
+    layers = sum(isinstance(one, Layer) for one in plan.resources)
+    lines = [f"a token takes {_size(_token_bytes(plan))} of KV in {counted(layers, 'layer')}"]
     if plan.states:
         state = sum(one.bytes for one in plan.states)
         count = len({one.name.partition(".")[0] for one in plan.states})
@@ -152,14 +182,16 @@ def _divided(plan: CachePlan) -> list[str]:
     ]
 
 
-def _tiers(config: StackConfig, plan: CachePlan, context: int) -> list[str]:
-    """Return lines about the blocks and whole prefixes that each level holds.
+def _tiers(
+    config: StackConfig, plan: CachePlan, context: int
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Return the numbers of blocks and whole prefixes that each level holds, and lines about them.
 
-    Without reuse, return one line that says why tiers hold nothing.
+    Without reuse there are no numbers, and one line says why tiers hold nothing.
     """
     why = plan.no_reuse if config.gpu.reuse else "gpu.reuse is false"
     if why:
-        return [f"reuse off: {why}; the tiers hold nothing that later requests can use"]
+        return {}, [f"reuse off: {why}; the tiers hold nothing that later requests can use"]
     layout = Layout(plan.block_tokens, max(pool.block_bytes for pool in plan.pools))
     config.check(layout)
     prefix = 0
@@ -168,8 +200,12 @@ def _tiers(config: StackConfig, plan: CachePlan, context: int) -> list[str]:
         prefix += blocks_of(context, group.block_tokens) - group.first(context)
     rooms = {config.host.name: config.arena_slots(layout)}
     rooms.update({level.name: level.capacity_blocks(layout) for level in config.levels})
-    return [
+    lines = [
         f"{name}: {counted(blocks, 'block')},"
         f" {counted(blocks // prefix, 'prefix', 'prefixes')} of {counted(context, 'token')}"
         for name, blocks in rooms.items()
     ]
+    data = {
+        name: {"blocks": blocks, "prefixes": blocks // prefix} for name, blocks in rooms.items()
+    }
+    return data, lines

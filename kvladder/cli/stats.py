@@ -8,9 +8,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
-import msgspec
-
-from kvladder.cli.output import say
+from kvladder.cli.output import Result, Results
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
@@ -28,15 +26,15 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
-def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> str:
+def stats(target: Path, *, watch_s: float | None = None) -> Result | Results:
     """Print the counters of a running cache, read at its control socket.
+
+    With --json, prints all counters: one object with a key per socket.
 
     Parameters
     ----------
     target:
         ask this control socket, or the one that this YAML file names
-    json:
-        print all counters as JSON, one object with a key per socket, instead of a short table
     watch_s:
         refresh every N seconds until interrupted
 
@@ -48,23 +46,24 @@ def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> 
     if watch_s is not None and not 0 < watch_s <= WATCH_S_MAX:
         hint = f"expected more than 0 and at most {WATCH_S_MAX} seconds"
         raise ConfigError(f"{watch_s:g}", path="--watch", hint=hint)
-    counts = _counts(target, json)
+    return _counts(target) if watch_s is None else _watched(target, watch_s)
+
+
+def _watched(target: Path, every_s: float) -> Results:
     with suppress(KeyboardInterrupt):
-        while watch_s is not None:
-            say(counts, end="\n\n")
-            Event().wait(watch_s)
-            counts = _counts(target, json)
-    return counts
+        while True:
+            text, data = _counts(target)
+            yield Result(f"{text}\n", data)
+            Event().wait(every_s)
 
 
-def _counts(target: Path, as_json: bool) -> str:
+def _counts(target: Path) -> Result:
     found = _ask(target, "stats")
-    if as_json:
-        return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-    return "\n\n".join("\n".join(_table(path, counts)) for path, counts in found.items())
+    tables = ("\n".join(_table(path, counts)) for path, counts in found.items())
+    return Result("\n\n".join(tables), found)
 
 
-def describe(target: Path) -> str:
+def describe(target: Path) -> Result:
     """Print the resolved configuration of a running cache.
 
     Parameters
@@ -73,7 +72,7 @@ def describe(target: Path) -> str:
         ask this control socket, or the one that this YAML file names
     """
     found = _ask(target, "describe")
-    return "\n\n".join(f"{path}\n{text}" for path, text in found.items())
+    return Result("\n\n".join(f"{path}\n{text}" for path, text in found.items()), found)
 
 
 def _ask(target: Path, command: str) -> dict[str, Any]:

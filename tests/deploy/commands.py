@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvladder.cli import _parser
+from kvladder.cli import commands
 
 ROOT = Path(__file__).parents[2]
 ANYWHERE = {"--port"}  # one that a page's command has for its own reasons
@@ -16,7 +16,7 @@ ANYWHERE = {"--port"}  # one that a page's command has for its own reasons
 def require_command(words: list[str]) -> None:
     """Fail unless the command ``kvladder`` takes these arguments."""
     assert words[0] == "kvladder"
-    _parser().parse_args(words[1:])
+    commands().parse(words[1:])
 
 
 def readme() -> tuple[set[str], dict[str, Any]]:

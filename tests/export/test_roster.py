@@ -237,7 +237,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 engine.save()
                 with Server(tmp_path / "b", keys=keys, roster=roster) as two:
                     until(lambda: engine.sees(2))
-                    listing = check(two.file)
+                    listing = check(two.file).text
                     assert f"announced {two.address}, a" in listing
                     assert two.stop() == 0, "it takes leave"
                 until(lambda: engine.sees(1))
@@ -277,7 +277,7 @@ def test_obstacles_to_announcing_are_reported(tmp_path: Path) -> None:
     ):
         until(lambda: server.stats()["export"].get("announced") == 0)
         file = server.file.read_text()
-        assert "warning: export.roster: redis://127.0.0.1:1: " in check(server.file)
+        assert "warning: export.roster: redis://127.0.0.1:1: " in check(server.file).text
         secret = redis.url.replace("//", "//u:geheim@")
         server.kill()
         server.file.write_text(file.replace("redis://127.0.0.1:1", secret))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.cli import _parser, main
+from kvladder.cli import commands, main
 from kvladder.cli.bench import _mapping
 from kvladder.measuring.targets import target
 from tests.patience import PATIENCE_S
@@ -214,7 +214,7 @@ def test_the_commands_of_the_page_are_understood() -> None:
     assert {text.split()[1] for text in lines} == {"bench", "plan", "replay"}
     for text in lines:
         words = shlex.split(text, comments=True)[1:]
-        given = vars(_parser().parse_args(words))
+        _, given, _ = commands().parse(words)
         if words[0] == "bench":
             target(given["medium"], _mapping(given["settings"])).level(1 << 30)
         else:

@@ -8,11 +8,10 @@ import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
-from inspect import signature
 
 import pytest
 
-from kvladder.cli import COMMANDS, main
+from kvladder.cli import main
 from kvladder.cli.stats import COLUMNS, _table
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.planning.models import bytes_per_token
@@ -139,18 +138,6 @@ def test_an_unknown_dtype_exits_with_2_and_names_those_that_are_known(stack, mod
     )
 
 
-@pytest.mark.parametrize("run", COMMANDS)
-def test_help_explains_every_argument(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit) as got:
-        main([run.__name__.rstrip("_"), "--help"])
-    assert got.value.code == 0
-    said = re.findall(
-        r"^  (?:--)?(\w[\w-]*)(?: [A-Z_]+)?\s+\w", capsys.readouterr().out, re.MULTILINE
-    )
-    assert len(said) == len(signature(run).parameters)
-
-
 def test_a_wrong_file_exits_with_2_and_says_where(stack, capsys):
     stack.write_text(STACK.replace("capacity", "capasity"))
     assert main(["check", str(stack)]) == 2
@@ -194,20 +181,17 @@ def test_the_version_is_printed(capsys, monkeypatch, told):
         return told
 
     monkeypatch.setattr("kvladder.cli.version", version)
-    with pytest.raises(SystemExit) as got:
-        main(["--version"])
-    assert got.value.code == 0
-    assert capsys.readouterr().out == f"kvladder {told}\n"
+    for flag in ("--version", "-V"):
+        assert main([flag]) == 0
+        assert capsys.readouterr().out == f"kvladder {told}\n"
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["check"], ["chekc", "x"], ["check", "x", "--block-tokens", "x"]]
 )
 def test_usage_errors_exit_with_2(capsys, arguments):
-    with pytest.raises(SystemExit) as got:
-        main(arguments)
-    assert got.value.code == 2
-    assert "usage: kvladder" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "Usage: kvladder" in capsys.readouterr().err
 
 
 # ---- bytes per token of models

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvladder.cli import main
+from kvladder.cli.evaluate import _chosen
+from kvladder.errors import ConfigError
 from tests.connectors.test_transformers import make_model, prompts_of
 from tests.connectors.test_transformers_states import make_model as hybrid_model
 
@@ -174,3 +177,14 @@ def test_prompts_that_cannot_be_run_are_refused(
     code, _, err = report(folder, capsys, "--codec", "fp8", model="none")
     assert code == 2
     assert re.search(r"--model: .*none.*expected a folder", err), err
+
+
+def test_codecs_that_encode_no_layer_are_refused_with_the_flag_that_chose_them():
+    run = SimpleNamespace(changed=set(), spared={"linear"})
+    for said, expected in (
+        (None, "--codec: codecs encode no layer: the model's layers are linear"),
+        ("full", "--kinds: 'full' selects none: the model's layers are linear"),
+    ):
+        chosen = _chosen("fp8", None, said)
+        with pytest.raises(ConfigError, match=f"^{expected}$"):
+            chosen.report(run)

@@ -44,7 +44,7 @@ def test_the_module_is_the_command():
     assert run("--version").stdout == f"kvladder {version('kvladder')}\n"
     wrong = run("check")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("usage: kvladder check ")
+    assert wrong.stderr.startswith("Usage: kvladder check ")
 
 
 def test_reprs_show_what_an_object_is_and_its_state():

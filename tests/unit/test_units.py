@@ -60,6 +60,11 @@ def test_a_shown_size_parses_to_the_same_size(size):
     assert Size.parse(str(Size(size))) == size
 
 
+@given(st.integers(1, (1 << 62) - 1))
+def test_a_size_is_rounded_up_by_a_hundredth_at_most(size):
+    assert size <= Size.parse(Size(size).above()) <= size * 1.01 + 1
+
+
 def test_a_size_is_shown_short_and_rounded():
     assert [str(Size.parse(text)) for text in ("8 GiB", "4 GB", "1536 MiB", "1000001 B")] == [
         "8 GiB",
@@ -67,6 +72,8 @@ def test_a_size_is_shown_short_and_rounded():
         "1.5 GiB",
         "1000001 B",
     ]
+    assert Size(20_590_669_824).above() == "19.18 GiB"
+    assert [Size(size).above() for size in (1 << 30, 1025, 5)] == ["1 GiB", "1.01 KiB", "5 B"]
     assert Size(2_000_000_000_000).about() == "1.819 TiB"
     assert [Size(size).about() for size in (1, 1023, 1024, 1 << 62)] == [
         "1 B",

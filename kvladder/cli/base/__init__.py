@@ -1,0 +1,1 @@
+"""How commands are declared: from functions to arguments, completion and the reference page."""
