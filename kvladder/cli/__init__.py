@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "serve": "kvladder.cli.serve:serve",
     "stats": "kvladder.cli.stats:stats",
     "describe": "kvladder.cli.stats:describe",
+    "top": "kvladder.cli.running.top:top",
     "purge": "kvladder.cli.purge:purge",
     "dashboards": "kvladder.cli.dashboards:dashboards",
     "completion": "kvladder.cli.base.completion:completion",

@@ -79,8 +79,8 @@ def size(
         one = _fit(plan, gpu, room, context)
     fit = plan.sequences if plan.division is None else plan.division.sequences
     sequences = min(plan.sequences, fit)
-    data = {"memory_bytes": int(room), "sequence_tokens": context, "sequence_bytes": one}
-    data = {**_data(found, plan), **data, "sequences": sequences}
+    sizes = {"memory_bytes": int(room), "sequence_tokens": context, "sequence_bytes": one}
+    data = {**_data(found, plan), **sizes, "sequences": sequences}
     whole = Size(one).about()
     lines = [
         f"{found.model.file}: {counted(found.layers, 'layer')}, {found.model.dtype}, {found.how}",

@@ -195,7 +195,7 @@ class NobodyThere(NotAnswering):
     """No process listens at the socket: it was killed, or has removed the socket meanwhile."""
 
 
-class _UnixConnection(HTTPConnection):
+class UnixConnection(HTTPConnection):
     """A connection of the standard library's client to a Unix-domain socket."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -234,7 +234,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     command = request["command"]
     arguments = {name: value for name, value in request.items() if name != "command"}
     try:
-        with closing(_UnixConnection(path, timeout_s)) as client:
+        with closing(UnixConnection(path, timeout_s)) as client:
             if command == "purge":
                 body = msgspec.json.encode(arguments)
                 client.request("POST", "/purge", body, {"Content-Type": "application/json"})

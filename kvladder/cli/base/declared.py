@@ -34,18 +34,20 @@ class Declared(click.Command):
     Parameters without ``*`` before them are positional; ``tuple[T, ...]`` takes any number.
     Parameters after ``*`` are options: ``wait_s`` is ``--wait``, ``all_`` is ``--all``, and
     ``Literal`` lists the accepted values. The docstring's first sentence is the short help, and
-    its section *Parameters* explains each argument. Every command has ``--json``.
+    its section *Parameters* explains each argument. Every command has ``--json``; a function with
+    the parameter ``json`` is told of it.
     """
 
     def __init__(self, name: str, run: Run) -> None:
         says, _, more = (getdoc(run) or "").partition("\n\nParameters\n----------\n")
         said = {key: " ".join(text.split()) for key, text in _SAID.findall(more)}
-        takes = signature(run, eval_str=True).parameters.values()
+        takes = dict(signature(run, eval_str=True).parameters)
+        self._tells_json = takes.pop(_JSON, None) is not None
         super().__init__(
             name,
             context_settings=_CONTEXT,
             params=[
-                *(_parameter(one, said.get(one.name, "")) for one in takes),
+                *(_parameter(one, said.get(one.name, "")) for one in takes.values()),
                 click.Option([f"--{_JSON}", _JSON], is_flag=True, help="print JSON, for programs"),
             ],
             help=says,
@@ -56,7 +58,10 @@ class Declared(click.Command):
     def invoke(self, ctx: click.Context) -> tuple[Run, dict[str, Any], bool]:
         """Return the function, its arguments, and whether JSON is wanted; nothing is run."""
         given = dict(ctx.params)
-        return self.run, given, given.pop(_JSON)
+        as_json = given[_JSON]
+        if not self._tells_json:
+            del given[_JSON]
+        return self.run, given, as_json
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the usage with the options behind the positional arguments."""

@@ -1,0 +1,1 @@
+"""Commands about running caches: what they hold and do, and changes to it."""
