@@ -39,6 +39,7 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
 from kvladder.tiers.ladder.stack import Portal, TierStack
+from kvladder.tiers.ladder.upkeep.blocks import StackUpkeep
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -106,6 +107,8 @@ class CacheManager:
         """Limits on the priorities that a request may ask for."""
         self.commands = StackCommands(stack)
         """Commands about blocks that the levels hold."""
+        self.upkeep = StackUpkeep(stack)
+        """What an operator may ask about blocks: where they lie, to check and to evict them."""
         self._pid = os.getpid()
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased

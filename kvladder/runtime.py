@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -72,15 +73,19 @@ class Runtime:
 
     def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
         """Run ``work`` on the loop and wait for it; TimeoutError after ``timeout_s``."""
-        if self._closed:
-            work.close()
-            raise ClosedError("the runtime is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.begin(work)
         try:
             return future.result(timeout_s)
         except TimeoutError:
             future.cancel()
             raise
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` on the loop, and return at once what its result will be."""
+        if self._closed:
+            work.close()
+            raise ClosedError("the runtime is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def threads(self, name: str) -> Blocking:
         """Return a function that runs blocking calls in its own few threads, named ``name``."""

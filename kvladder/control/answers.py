@@ -12,6 +12,7 @@ import msgspec
 
 from kvladder.control.http import Answer, HttpRequest, HttpResponse, as_json, refusal
 from kvladder.control.page import page
+from kvladder.control.upkeep import BLOCKS, UpkeepAnswers
 from kvladder.manager import CacheManager
 from kvladder.metrics import SECTIONS, Stats
 from kvladder.runtime import Runtime
@@ -85,11 +86,13 @@ class CacheAnswers:
             "/events": {"GET": self._events},
             "/describe": {"GET": self._describe},
             "/purge": {"POST": self._purge},
+            **UpkeepAnswers(manager, cache_loop).paths,
         }
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         """Return the answer to a request."""
-        methods = self._paths.get(request.path)
+        path = BLOCKS if request.path.startswith(BLOCKS) else request.path
+        methods = self._paths.get(path)
         if methods is None:
             return refusal(404, f"no such path: expected one of {', '.join(self._paths)}")
         asked = "GET" if request.method == "HEAD" else request.method

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvladder.errors import Unavailable, refusal
-from kvladder.keys import Namespace, salt_digest
+from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import align
 from kvladder.tiers.context import Progress
 from kvladder.tiers.files.directory import (
@@ -108,6 +108,18 @@ class Eraser:
         if not block.checksum:
             return is_stored
         return block.is_of(self._pieces(place, HEADER_BYTES, HEADER_BYTES + block.length))
+
+    def is_whole(self, place: int, key: BlockKey) -> bool:
+        """Return whether a place has this block, and its bytes match the label."""
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        try:
+            self._read(place, 0, page)
+        except FileNotFoundError:
+            return False
+        block = self._told(page)
+        if block is None or block.key != key:
+            return False
+        return self._is_whole(place, block, is_stored=True)
 
     def _is_written(self, place: int, start: int) -> bool:
         """Return whether a place has any byte other than zero from ``start`` on."""

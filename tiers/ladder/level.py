@@ -188,6 +188,10 @@ class Level(EvictingLevel):
         self.stats.found += len(adopted)
         self.shared.events.stored(self.name, adopted)
 
+    def is_written(self, key: BlockKey) -> bool:
+        """Return whether the block is being written here."""
+        return key in self._in_flight.writing
+
     # ---- what goes
 
     def leaving(self, key: BlockKey) -> bool:

@@ -24,7 +24,10 @@ from kvladder.errors import ConfigError
 
 TIMEOUT_S: Final = 10.0
 JSON: Final = {"Content-Type": "application/json"}
-_SCHEMES: Final = {"http": HTTPConnection, "https": HTTPSConnection}
+_SCHEMES: Final[Mapping[str, type[HTTPConnection]]] = {
+    "http": HTTPConnection,
+    "https": HTTPSConnection,
+}
 
 
 class Cache:

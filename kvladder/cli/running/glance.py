@@ -252,9 +252,9 @@ def bytes_text(count: float) -> str:
 
 def share_text(share: float | None) -> str:
     """Return a share for tables, in percent."""
-    return "–" if share is None else f"{share:.1%}"
+    return "-" if share is None else f"{share:.1%}"
 
 
 def spread_text(bounds: tuple[float, float] | None) -> str:
     """Return the bounds of half and of 99 % of durations."""
-    return "–" if bounds is None else " / ".join(map(time_text, bounds))
+    return "-" if bounds is None else " / ".join(map(time_text, bounds))

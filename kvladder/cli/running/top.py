@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from io import StringIO
-from pathlib import Path
 from shutil import get_terminal_size
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import takewhile
 from math import inf
 from operator import itemgetter
@@ -26,6 +26,9 @@ class IndexQueries(Tenanted[P]):
     _floor: bytearray
     _hits: bytearray
     _expires: array[float] | None
+    _now: Callable[[], float]
+    _began_s: float
+    _used_s: array[float]
     _pinned: int
     _end: int
 
@@ -143,6 +146,10 @@ class IndexQueries(Tenanted[P]):
     def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
         """Return the keys of the blocks at ``places``; there is one at each."""
         return cast("list[BlockKey]", self.at(places))
+
+    def idle_s(self, place: int) -> float:
+        """Return the seconds since the block at ``place`` was stored here, or used."""
+        return max(0.0, self._now() - self._began_s - self._used_s[place])
 
     def expires_s(self, place: int) -> float:
         """Return the loop time at which the block at ``place`` expires; inf if never."""

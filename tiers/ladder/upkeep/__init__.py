@@ -1,0 +1,1 @@
+"""What an operator asks of the ladder: to find blocks, to check them, to evict them."""
