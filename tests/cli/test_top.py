@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-rich = pytest.importorskip("rich")
+pytest.importorskip("rich")
 
 from kvladder import open_cache
 from kvladder.cli import main

@@ -49,6 +49,7 @@ NAMED = {
         "kvladder/cli/plan.py",  # plans a disk
         "kvladder/traces/files.py",  # reaches the disk through the same port
         "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
+        "kvladder/cli/running/verify.py",  # reads the blocks on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
         "kvladder/shadow/start.py",  # the price of a disk
@@ -67,8 +68,8 @@ NAMED = {
 }  # fmt: skip
 """Files of the product that name a tier, outside its folder; no others may need a change with it.
 """
-OTHERS = (".ci/shape.py", ".ci/drawings.py", ".ci/settings.py", ".ci/support.py")
-"""Tools that name rooms, results of benchmarks, types of JSON, and columns of a table."""
+OTHERS = (".ci/shape.py", ".ci/drawings.py", ".ci/settings.py", ".ci/support.py", ".ci/top.py")
+"""Tools that name rooms, results, types of JSON, columns of a table, and a stack to draw."""
 WORDS = {"host", "memory"}
 """Names that are other things, too: they name a type only where they stand for one."""
 

@@ -30,7 +30,7 @@ _SCHEMES: Final[Mapping[str, type[HTTPConnection]]] = {
 }
 
 
-class Cache:
+class RunningCache:
     """One running cache, asked at its control socket or at its HTTP port."""
 
     def __init__(self, name: str, token: str | None = None) -> None:
@@ -83,7 +83,7 @@ class Cache:
         return reply
 
 
-def caches(target: str, *, token_file: Path | None = None) -> list[Cache]:
+def caches(target: str, *, token_file: Path | None = None) -> list[RunningCache]:
     """Return the running caches of a control socket, a URL, or a YAML file, one or more.
 
     ``token_file`` has the token that changes through a port need.
@@ -99,20 +99,20 @@ def caches(target: str, *, token_file: Path | None = None) -> list[Cache]:
             hint = "expected http://HOST:PORT, a control socket, or a YAML file"
             raise ConfigError(target, path="target", hint=hint)
         token = None if token_file is None else _token(token_file)
-        return [Cache(target.removeprefix("unix:"), token)]
+        return [RunningCache(target.removeprefix("unix:"), token)]
     with suppress(OSError):  # a path that the system rejects is reported by load_config
         if Path(target).is_socket():
-            return [Cache(target)]
+            return [RunningCache(target)]
     config = load_config(Path(target))
     if config.control.path is not None:
         found = sockets(config.control.path)
         if not found:
             what = f"no control socket at {config.control.path}"
             raise ConfigError(what, path=WHERE, hint="start the engine")
-        return [Cache(str(one)) for one in found]
+        return [RunningCache(str(one)) for one in found]
     if config.http.listen:
         token = config.http.secret if token_file is None else _token(token_file)
-        return [Cache(f"http://{config.http.listen}/", token or None)]
+        return [RunningCache(f"http://{config.http.listen}/", token or None)]
     hint = "add `control: PATH` or `http: 127.0.0.1:9480`, and restart the engine"
     raise ConfigError("neither control nor http is configured", path=target, hint=hint)
 

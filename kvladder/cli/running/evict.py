@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any, Final
 
 from kvladder.cli.output import Result
-from kvladder.cli.running.caches import Cache, caches
+from kvladder.cli.running.caches import RunningCache, caches
 from kvladder.cli.running.inspect import require_key
 from kvladder.errors import ConfigError
 from kvladder.runtime import SystemClock
@@ -82,7 +82,7 @@ def _told(level: str, done: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _blocks(cache: Cache, level: str, amount: str) -> int:
+def _blocks(cache: RunningCache, level: str, amount: str) -> int:
     """Return a number of blocks from a number, a size, or a percentage of the level's blocks."""
     hint = "expected a number of blocks, a size such as 10GiB, or a percentage such as 25%"
     if amount.strip().isdigit() and int(amount):
@@ -99,7 +99,7 @@ def _blocks(cache: Cache, level: str, amount: str) -> int:
     return portion.of(there, status["block_bytes"]) if there else 0
 
 
-def _by_key(cache: Cache, level: str, keys: list[str], wait_s: float) -> dict[str, int]:
+def _by_key(cache: RunningCache, level: str, keys: list[str], wait_s: float) -> dict[str, int]:
     """Evict keys, and those again that wait for a queue."""
     total: Counter[str] = Counter(evicted=0, held=0, missing=0, waiting=0)
     for start in range(0, len(keys), KEYS_MAX):
@@ -115,7 +115,7 @@ def _by_key(cache: Cache, level: str, keys: list[str], wait_s: float) -> dict[st
     return dict(total)
 
 
-def _next(cache: Cache, level: str, count: int, wait_s: float) -> dict[str, int]:
+def _next(cache: RunningCache, level: str, count: int, wait_s: float) -> dict[str, int]:
     """Evict the next blocks, in steps, as long as there are some that may go."""
     total: dict[str, int] = dict.fromkeys(("evicted", "held", "missing", "waiting"), 0)
     limit_s = SystemClock().now() + wait_s

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvladder.metrics import SECTIONS
+from kvladder.schema import is_mapping
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
 
 RATE_S: Final = 5.0
@@ -201,7 +202,7 @@ def _trouble(one: Mapping[str, Any]) -> str:
 
 def _whole(value: Any) -> int:
     """Return the sum of all numbers in nested mappings."""
-    return sum(map(_whole, value.values())) if isinstance(value, Mapping) else int(value)
+    return sum(map(_whole, value.values())) if is_mapping(value) else int(value)
 
 
 def _losses(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -220,7 +221,7 @@ def _lost(one: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         if isinstance(one.get(name), int):
             yield name, one[name]
     for name, counts in one.items():
-        if isinstance(counts, Mapping) and "le" not in counts and name not in _NOT_LOSSES:
+        if is_mapping(counts) and "le" not in counts and name not in _NOT_LOSSES:
             for reason, count in counts.items():
                 yield f"{name}: {reason}", _whole(count)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvladder.cli.output import Result
-from kvladder.cli.running.caches import Cache, caches
+from kvladder.cli.running.caches import RunningCache, caches
 from kvladder.cli.running.glance import bytes_text, time_text
 from kvladder.cli.tracing import aligned
 from kvladder.control.upkeep import BLOCKS
@@ -28,7 +28,7 @@ def inspect(
 ) -> Result:
     """Print where blocks of a running cache lie, by level, and what evicts each next.
 
-    Name blocks by their keys, or by the tokens of a prompt. Keys stand in KV events and debug logs.
+    Name blocks by their keys, or by the tokens of a prompt. Keys stand in KV events.
     Tokens name the blocks of engines that use KeyScheme: the library, Transformers, TensorRT-LLM.
 
     Parameters
@@ -93,7 +93,7 @@ def token_ids(text: str) -> list[int]:
     return found
 
 
-def _keys_of(cache: Cache, tokens: Sequence[int], salt: str, lora: str) -> list[str]:
+def _keys_of(cache: RunningCache, tokens: Sequence[int], salt: str, lora: str) -> list[str]:
     """Return the keys of a prompt's whole blocks in a cache."""
     status = cache.status()
     scheme = KeyScheme(

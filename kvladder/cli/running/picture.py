@@ -92,7 +92,9 @@ def _ladder(levels: Sequence[LevelGlance], width: int) -> Table:
         name = Text(one.name, "bold")
         if one.type and one.type != one.name:
             name.append(f" {one.type}", "not bold dim")
-        bar = ProgressBar(total=1.0, completed=one.filled)
+        bar = ProgressBar(
+            total=1.0, completed=one.filled, complete_style="cyan", finished_style="cyan"
+        )
         state = Text(one.trouble, "bold red") if one.trouble else Text("works", "green")
         share, blocks = f"{one.filled:.0%}", f"{one.blocks:,}"
         table.add_row(name, bar, share, blocks, bytes_text(one.held_bytes), state)

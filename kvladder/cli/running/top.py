@@ -10,7 +10,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from kvladder.cli.output import Result, Results
-from kvladder.cli.running.caches import Cache, caches
+from kvladder.cli.running.caches import RunningCache, caches
 from kvladder.cli.running.glance import Glance, Watch
 from kvladder.control.sockets import NotAnswering
 from kvladder.errors import ConfigError
@@ -57,7 +57,7 @@ def top(
     return _live(list(found.values()), every_s, drawn=not json)
 
 
-Watched = tuple[Cache, Watch]
+Watched = tuple[RunningCache, Watch]
 
 
 def _require_rich() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 import click
 
 from kvladder.cli.output import EXIT_SIGNAL, Failed, Result
-from kvladder.cli.running.caches import Cache, caches
+from kvladder.cli.running.caches import RunningCache, caches
 from kvladder.cli.running.glance import bytes_text
 from kvladder.cli.tracing import size_of
 from kvladder.config.stack import StackConfig, load_config
@@ -38,7 +38,7 @@ UNREAD_MAX: Final = 25
 _RESUME: Final = re.compile(r"(.+):([0-9]+)")
 
 
-class Step(NamedTuple):
+class ScrubStep(NamedTuple):
     """What a step of a check found, and where the next one begins."""
 
     checked: int
@@ -97,7 +97,7 @@ def verify(
         begin = start if source.level == first else 0
         point = begin
         try:
-            with Pace(per_s, source.name) as pace, closing(source.steps(begin)) as steps:
+            with ScrubPace(per_s, source.name) as pace, closing(source.steps(begin)) as steps:
                 for step in steps:
                     total.update({name: getattr(step, name) for name in total})
                     point = step.done
@@ -130,12 +130,12 @@ def _point(resume: str | None) -> tuple[str, int]:
 class CacheSource:
     """A level of a running cache."""
 
-    def __init__(self, cache: Cache, level: str) -> None:
+    def __init__(self, cache: RunningCache, level: str) -> None:
         self._cache = cache
         self.level = level
         self.name = f"{cache.name} {level}"
 
-    def steps(self, start: int) -> Generator[Step]:
+    def steps(self, start: int) -> Generator[ScrubStep]:
         """Yield what each step from a place on found."""
         at: int | None = start
         failures = 0
@@ -151,7 +151,7 @@ class CacheSource:
                 following = None
             done = places if following is None else following
             damaged, lost, unread = got["damaged"], got["lost"], got["unread"]
-            yield Step(got["checked"], got["bytes"], damaged, lost, unread, done, places)
+            yield ScrubStep(got["checked"], got["bytes"], damaged, lost, unread, done, places)
             at = following
 
 
@@ -163,11 +163,11 @@ class FilesSource:
         self.name = f"{level} at {path}"
         self._path = Path(path)
 
-    def steps(self, start: int) -> Generator[Step]:
+    def steps(self, start: int) -> Generator[ScrubStep]:
         """Yield what each step from a number of blocks on found."""
         with closing(scrub_files(Disk(), self._path, start=start)) as found:
             for one in found:
-                yield Step(one.checked, one.bytes, one.damaged, 0, 0, one.done, one.total)
+                yield ScrubStep(one.checked, one.bytes, one.damaged, 0, 0, one.done, one.total)
 
 
 Source = CacheSource | FilesSource
@@ -214,7 +214,7 @@ def _only(sources: list[Source], level: str, flag: str) -> list[Source]:
     return found
 
 
-class Pace:
+class ScrubPace:
     """Keeps a check below a rate, and shows a bar on standard error, if that is a terminal."""
 
     def __init__(self, per_s: float, name: str) -> None:
@@ -234,7 +234,7 @@ class Pace:
         if self._bar is not None:
             self._bar.__exit__(*told)
 
-    def next(self, step: Step) -> None:
+    def next(self, step: ScrubStep) -> None:
         """Show a step, and wait until the next one may begin."""
         if self._bar is not None:
             self._bar.length = max(1, step.total)

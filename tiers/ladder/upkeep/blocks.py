@@ -18,7 +18,7 @@ RANK_MAX: Final = 4 * BATCH
 """Most blocks before another in the order of eviction that are counted."""
 
 
-class BlockCopy(NamedTuple):
+class LevelCopy(NamedTuple):
     """One level's copy of a block, or its write or read under way."""
 
     level: str
@@ -75,15 +75,15 @@ class StackUpkeep(StackVerifier):
 
     # ---- inspect
 
-    def inspect(self, key: BlockKey) -> list[BlockCopy]:
+    def inspect(self, key: BlockKey) -> list[LevelCopy]:
         """Return the copies of a block, hottest first, and its moves; change nothing."""
         with self._stack.lock:
             found = [one for level in self.levels.values() for one in self._copies(level, key)]
             if key in self._stack.loader.arrivals:
-                found.insert(0, BlockCopy(self._stack.host.name, "arriving"))
+                found.insert(0, LevelCopy(self._stack.host.name, "arriving"))
             return found
 
-    def _copies(self, level: HostLevel | Level, key: BlockKey) -> list[BlockCopy]:
+    def _copies(self, level: HostLevel | Level, key: BlockKey) -> list[LevelCopy]:
         place = level.index.place(key)
         found = [] if place is None else [self._held(level, key, place)]
         if isinstance(level, Level):
@@ -92,10 +92,10 @@ class StackUpkeep(StackVerifier):
                 "writing": level.is_written(key),
                 "leaving": level.leaving(key),
             }
-            found += [BlockCopy(level.name, state) for state, holds in states.items() if holds]
+            found += [LevelCopy(level.name, state) for state, holds in states.items() if holds]
         return found
 
-    def _held(self, level: HostLevel | Level, key: BlockKey, place: int) -> BlockCopy:
+    def _held(self, level: HostLevel | Level, key: BlockKey, place: int) -> LevelCopy:
         index, now_s = level.index, self._shared.clock.now()
         meta, ends_s, holds = index.meta(place), index.expires_s(place), index.pins(place)
         size, below = self._shared.arena.slot_bytes, ""
@@ -108,7 +108,7 @@ class StackUpkeep(StackVerifier):
             below = "" if target is None else target.name
         victims = islice(index.victims(), RANK_MAX)
         rank = next((at for at, other in enumerate(victims) if other == place), None)
-        return BlockCopy(
+        return LevelCopy(
             level.name,
             "held",
             size,
@@ -142,7 +142,7 @@ class StackUpkeep(StackVerifier):
     def evict_next(self, level: str, count: int) -> Evicted:
         """Evict so many blocks, those that the level would evict next; see ``evict``.
 
-        Fewer if the others are held, or wait.
+        Fewer if the next ones are held, or wait: these are counted as the last step met them.
         """
         found = self.levels[level]
         result = Evicted()
@@ -151,7 +151,7 @@ class StackUpkeep(StackVerifier):
                 wanted = min(STEP, count - result.evicted)
                 places = [*islice(found.index.victims(), wanted)]
                 step = self._evict(found, found.index.keys_at(places))
-            result = _sum(result, step)
+            result = step._replace(evicted=result.evicted + step.evicted)
             if not step.evicted:
                 break
         self._stack.wake()
