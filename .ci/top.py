@@ -35,6 +35,7 @@ def serve(folder: Path) -> Glance:
     stack = {
         "arena": {"size": "32 MiB"},
         "control": where.name,
+        "shadow": True,
         "tiers": [
             {"type": "host"},
             {

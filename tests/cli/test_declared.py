@@ -169,7 +169,7 @@ def test_bash_completes_commands_options_and_values(tmp_path):
 
 @pytest.mark.slow
 def test_a_pipe_whose_reader_has_ended_is_no_error(stack):
-    for words in (["check", stack], ["check", stack, "--json"], ["--help"], ["plan", "--help"]):
+    for words in (["check", stack, "--json"], ["plan", "--help"]):
         read, write = os.pipe()
         os.close(read)
         done = subprocess.run(

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -103,6 +104,19 @@ def test_a_picture_fits_its_width_and_shows_every_level(width, levels, monkeypat
     if width >= 80 and levels:
         assert "99%" in flat
         assert "123,456,789" in flat
+
+
+@pytest.mark.slow
+def test_the_shadow_of_other_sizes_is_shown(tmp_path, capsys):
+    with running(tmp_path, shadow=True) as (stack, cache):
+        keys = save(cache, range(8))
+        for _ in range(2):
+            cache.fetch(keys).release()
+        until(lambda: cache.stats()["shadow"]["hit_ratio"]["host"]["1"] > 0)
+        assert main(["top", stack, "--once", "--every", "0.01"]) == 0
+        out = capsys.readouterr().out
+        assert "other sizes, by the live shadow" in out
+        assert re.search(r"^host 0\.5x [01]\.[0-9]{3} 1x 0\.[1-9][0-9]* ", out, re.MULTILINE)
 
 
 def test_numbers_are_short():

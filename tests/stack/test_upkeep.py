@@ -24,7 +24,8 @@ async def filled(cache: SimCache, *path: int) -> None:
 
 async def verified(cache: SimCache, blocks: int = 16) -> Verified:
     """Verify the first level below host to its end, and return the sum."""
-    total, at = Verified(), 0
+    total = Verified()
+    at: int | None = 0
     while at is not None:
         found = await cache.manager.upkeep.verify(cache.stack.levels[0].name, at, blocks)
         total = Verified(*(a + b for a, b in zip(total[:5], found[:5], strict=True)))

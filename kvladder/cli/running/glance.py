@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from kvladder.metrics import SECTIONS
 from kvladder.schema import is_mapping
+from kvladder.shadow.worth import as_text
 from kvladder.tiers.ladder.breaker import BREAKER_STATES
 
 RATE_S: Final = 5.0
@@ -86,6 +87,8 @@ class Glance(NamedTuple):
     levels: list[LevelGlance]
     losses: dict[str, dict[str, int]]
     """Drops, misses and failed calls by reason, then by level."""
+    shadow: list[str]
+    """What each level would bring at other sizes, a line for each; empty without ``shadow``."""
     notices: list[dict[str, Any]]
     """The last notices with their age in seconds, newest first."""
 
@@ -107,7 +110,7 @@ class Watch:
         levels = [self._level(status, name, types.get(name, "")) for name in names]
         served = sum(stats[name]["hits"] + stats[name].get("joined", 0) for name in names)
         asked = stats[names[0]]["queries"] if names else 0
-        arena = stats.get("arena", {})
+        arena, shadow = stats.get("arena", {}), stats.get("shadow", {})
         self._past.append(status)
         while status["time_s"] - self._past[0]["time_s"] > WINDOW_S + RATE_S:
             del self._past[0]
@@ -128,6 +131,7 @@ class Watch:
             sum(one.pinned for one in levels),
             levels,
             _losses({name: stats[name] for name in names}),
+            [as_text(name, shadow) for name in shadow.get("hit_ratio", ())],
             status["notices"],
         )
 

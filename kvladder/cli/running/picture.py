@@ -41,6 +41,8 @@ def picture(found: Glance, width: int) -> RenderableType:
         parts += _tables(levels, _health(levels), width)
         parts.append(_title("drops and misses by reason"))
         parts.append(_losses(found, width))
+    if found.shadow:
+        parts += [_title("other sizes, by the live shadow"), Text("\n".join(found.shadow))]
     parts += [_title("last notices"), _notices(found)]
     return Group(*parts)
 
