@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from threading import Event
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvladder.cli.output import Result, Results
-from kvladder.config.stack import load_config
-from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
+from kvladder.cli.running.caches import RunningCache, caches
+from kvladder.control.sockets import NobodyThere, NotAnswering
 from kvladder.errors import ConfigError
 from kvladder.metrics import SECTIONS
 from kvladder.shadow.worth import as_text
@@ -18,6 +17,7 @@ from kvladder.tiers.ladder.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.loading.misses import NO_LEVEL
 from kvladder.units import Size, counted
 
+T = TypeVar("T")
 WATCH_S_MAX: Final = 86400
 YEAR_DAYS: Final = 365.25
 COLUMNS: Final = (
@@ -26,7 +26,7 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
-def stats(target: Path, *, watch_s: float | None = None) -> Result | Results:
+def stats(target: str, *, watch_s: float | None = None) -> Result | Results:
     """Print the counters of a running cache, read at its control socket.
 
     With --json, prints all counters: one object with a key per socket.
@@ -34,7 +34,7 @@ def stats(target: Path, *, watch_s: float | None = None) -> Result | Results:
     Parameters
     ----------
     target:
-        ask this control socket, or the one that this YAML file names
+        ask the cache of this control socket, http://HOST:PORT, or YAML file
     watch_s:
         refresh every N seconds until interrupted
 
@@ -49,7 +49,7 @@ def stats(target: Path, *, watch_s: float | None = None) -> Result | Results:
     return _counts(target) if watch_s is None else _watched(target, watch_s)
 
 
-def _watched(target: Path, every_s: float) -> Results:
+def _watched(target: str, every_s: float) -> Results:
     with suppress(KeyboardInterrupt):
         while True:
             text, data = _counts(target)
@@ -57,52 +57,38 @@ def _watched(target: Path, every_s: float) -> Results:
             Event().wait(every_s)
 
 
-def _counts(target: Path) -> Result:
-    found = _ask(target, "stats")
+def _counts(target: str) -> Result:
+    found = _each(target, lambda cache: cache.status()["stats"])
     tables = ("\n".join(_table(path, counts)) for path, counts in found.items())
     return Result("\n\n".join(tables), found)
 
 
-def describe(target: Path) -> Result:
+def describe(target: str) -> Result:
     """Print the resolved configuration of a running cache.
 
     Parameters
     ----------
     target:
-        ask this control socket, or the one that this YAML file names
+        ask the cache of this control socket, http://HOST:PORT, or YAML file
     """
-    found = _ask(target, "describe")
+    found = _each(target, RunningCache.describe)
     return Result("\n\n".join(f"{path}\n{text}" for path, text in found.items()), found)
 
 
-def _ask(target: Path, command: str) -> dict[str, Any]:
-    """Return the answer of each running cache, by its socket.
+def _each(target: str, ask: Callable[[RunningCache], T]) -> dict[str, T]:
+    """Return the answer of each running cache, by where it was asked.
 
     Sockets left behind by killed processes are ignored, unless there are no others.
     """
-    found: dict[str, Any] = {}
-    left: NobodyThere | None = None
-    for path in _sockets(target):
+    found: dict[str, T] = {}
+    left: NotAnswering | None = None
+    for cache in caches(target):
         try:
-            found[str(path)] = ask(path, {"command": command})
+            found[cache.name] = ask(cache)
         except NobodyThere as error:
             left = error
     if not found and left is not None:
         raise left
-    return found
-
-
-def _sockets(target: Path) -> list[Path]:
-    with suppress(OSError):  # a path that the system rejects is reported by load_config
-        if target.is_socket():
-            return [target]
-    path = load_config(target).control.path
-    if path is None:
-        hint = "add `control: PATH` and restart the engine"
-        raise ConfigError("no control socket configured", path=str(target), hint=hint)
-    found = sockets(path)
-    if not found:
-        raise ConfigError(f"no control socket at {path}", path=WHERE, hint="start the engine")
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,27 @@ def test_an_interrupted_check_says_how_to_continue(tmp_path, capsys):
         assert err == f"kvladder: interrupted: --resume nvme:{done} continues\n"
         (rest,) = said(capsys, "verify", stack, "--resume", f"nvme:{done}").values()
         assert rest["checked"] == 30 - int(done)
+
+
+def test_a_terminal_shows_a_bar_while_blocks_are_checked(tmp_path):
+    with running(tmp_path) as (stack, cache):
+        save(cache, range(60))
+        ours, theirs = pty.openpty()
+        checking = subprocess.Popen(
+            [sys.executable, "-m", "kvladder", "verify", stack],
+            stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True,
+            env={"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": os.environ["PATH"]},
+        )  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the terminal's other side is closed
+            while data := os.read(ours, 1 << 16):
+                shown += data
+        os.close(ours)
+        assert checking.wait(PATIENCE_S) == 0
+    assert f"{tmp_path}/kv.sock nvme".encode() in shown
+    assert b"[####################################]" in shown
+    assert b"Traceback" not in shown
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,8 @@ def test_an_engine_without_a_control_socket_prevents_a_purge(tmp_path, capsys):
         assert "setting control" in said
         assert engine.look() == [BLOCKS, BLOCKS]
     assert main(["stats", config]) == 2
-    wrong = "no control socket configured (add `control: PATH` and restart the engine)\n"
+    wrong = "neither control nor http is configured (add `control: PATH` or `http: 127.0.0.1:9480`,"
+    wrong += " and restart the engine)\n"
     assert capsys.readouterr().err == f"kvladder: {config}: {wrong}"
 
 

@@ -24,7 +24,7 @@ _TYPES: Final[Mapping[Any, Any]] = {
     str: click.STRING,
     int: click.INT,
     float: click.FLOAT,
-    Path: click.Path(path_type=Path),
+    Path: click.Path(path_type=Path, readable=False),  # commands say more about what is wrong
 }
 
 

@@ -16,6 +16,7 @@ from kvladder.config.stack import load_config
 from kvladder.control.sockets import (
     REPLY_BYTES_MAX,
     WHERE,
+    NobodyThere,
     NotAnswering,
     UnixConnection,
     sockets,
@@ -23,6 +24,7 @@ from kvladder.control.sockets import (
 from kvladder.errors import ConfigError
 
 TIMEOUT_S: Final = 10.0
+HINT: Final = "expected the control socket or the HTTP port of a running cache"
 JSON: Final = {"Content-Type": "application/json"}
 _SCHEMES: Final[Mapping[str, type[HTTPConnection]]] = {
     "http": HTTPConnection,
@@ -47,6 +49,13 @@ class RunningCache:
         """Return everything that the page shows; see ``ask`` for errors."""
         return self.ask("GET", "/status")
 
+    def describe(self) -> str:
+        """Return the resolved configuration; see ``ask`` for errors."""
+        status, text = self._send("GET", "/describe", None, TIMEOUT_S)
+        if status != HTTPStatus.OK:
+            raise ConfigError(f"refused with {status}", path=self.name)
+        return text.decode(errors="replace")
+
     def ask(
         self,
         method: str,
@@ -64,23 +73,34 @@ class RunningCache:
         ConfigError
             The cache refuses the request; the message says why.
         """
+        status, text = self._send(method, path, body, timeout_s)
+        try:
+            reply = msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise NotAnswering(f"not JSON: {error}", path=self.name, hint=HINT) from error
+        if status != HTTPStatus.OK:
+            raise ConfigError(str(reply.get("error", status)), path=self.name)
+        return reply
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of the answer; NotAnswering if there is none."""
         headers = dict(JSON)
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         data = None if body is None else msgspec.json.encode(body)
-        hint = "expected the control socket or the HTTP port of a running cache"
         try:
             with closing(self._connection(timeout_s)) as client:
                 client.request(method, path, data, headers)
                 answer = client.getresponse()
-                status, text = answer.status, answer.read(REPLY_BYTES_MAX)
-            reply = msgspec.json.decode(text, type=dict[str, Any])
-        except (OSError, HTTPException, msgspec.MsgspecError) as error:
+                return answer.status, answer.read(REPLY_BYTES_MAX)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            why = f"no answer: {error.strerror}"
+            raise NobodyThere(why, path=self.name, hint=HINT) from error
+        except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or repr(error)
-            raise NotAnswering(f"no answer: {why}", path=self.name, hint=hint) from error
-        if status != HTTPStatus.OK:
-            raise ConfigError(str(reply.get("error", status)), path=self.name)
-        return reply
+            raise NotAnswering(f"no answer: {why}", path=self.name, hint=HINT) from error
 
 
 def caches(target: str, *, token_file: Path | None = None) -> list[RunningCache]:

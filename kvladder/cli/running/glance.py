@@ -131,7 +131,7 @@ class Watch:
             sum(one.pinned for one in levels),
             levels,
             _losses({name: stats[name] for name in names}),
-            [as_text(name, shadow) for name in shadow.get("hit_ratio", ())],
+            [as_text(name, dict(shadow)) for name in shadow.get("hit_ratio", ())],
             status["notices"],
         )
 
