@@ -129,4 +129,6 @@ def _next(cache: RunningCache, level: str, count: int, wait_s: float) -> dict[st
         if not done["waiting"] or SystemClock().now() >= limit_s:
             break
         Event().wait(POLL_S)
+    else:
+        total["held"] = total["waiting"] = 0  # others went in their place
     return total

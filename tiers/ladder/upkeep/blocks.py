@@ -149,13 +149,26 @@ class StackUpkeep(StackVerifier):
         while result.evicted < count:
             with self._stack.lock:
                 wanted = min(STEP, count - result.evicted)
-                places = [*islice(found.index.victims(), wanted)]
+                places, held = self._next(found, wanted)
                 step = self._evict(found, found.index.keys_at(places))
-            result = step._replace(evicted=result.evicted + step.evicted)
+            result = step._replace(evicted=result.evicted + step.evicted, held=held)
             if not step.evicted:
                 break
         self._stack.wake()
         return result
+
+    def _next(self, level: HostLevel | Level, wanted: int) -> tuple[list[int], int]:
+        """Return the places of the next victims, and how many that are held were passed over."""
+        places: list[int] = []
+        held = 0
+        for place in islice(level.index.victims(), RANK_MAX):
+            if len(places) == wanted:
+                break
+            if self._is_held(level, place):
+                held += 1
+            else:
+                places.append(place)
+        return places, held
 
     def _evict(self, level: HostLevel | Level, keys: Sequence[BlockKey]) -> Evicted:
         going: list[BlockKey] = []
