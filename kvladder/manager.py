@@ -39,6 +39,8 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
 from kvladder.tiers.ladder.stack import Portal, TierStack
+from kvladder.tiers.spans import LookupSpan as LookupSpan
+from kvladder.tiers.spans import TraceHeaders as TraceHeaders
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -107,7 +109,7 @@ class CacheManager:
         self.commands = StackCommands(stack)
         """Commands about blocks that the levels hold."""
         self._pid = os.getpid()
-        self._clock = stack.shared.clock
+        self._clock, self.tracer = stack.shared.clock, stack.shared.tracer
         lost = self._unreleased = stack.shared.unreleased
         self._fetches = SlotAdmission(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
         self._saves = SlotAdmission(1, self._clock, lost)
@@ -161,6 +163,7 @@ class CacheManager:
         saves: AvoidedCompute | None = None,
         session: str | None = None,
         is_use: bool = True,
+        trace: TraceHeaders | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to promote it where needed.
 
@@ -169,14 +172,14 @@ class CacheManager:
 
         Only the named ``levels`` are read; None stands for all. A block in the host level is never
         read from another level: without host among ``levels``, it is not read at all. ``salt`` is
-        the salt that is bound into the keys. It is recorded as the owner of blocks found in a
-        shared tier.
+        bound into the keys, and recorded as the owner of blocks found in a shared tier.
 
         The engine may report how long computing takes (``prefilled``). From then on, a block that
         would take longer than computing it is neither fetched nor waited for. ``saves`` is the work
         that the engine avoids if all of the blocks come; None stands for their tokens. ``session``
         is the session that asks: blocks that another session brought in outlast that session's end.
         Without ``is_use`` it is a prefetch, which eviction policies do not count as a use.
+        ``trace`` has the headers of the request's trace; None continues OpenTelemetry's context.
         """
         self.sessions.met(session, keys)
         if saves is None:
@@ -192,6 +195,8 @@ class CacheManager:
             saves=saves,
             is_use=is_use,
         )
+        if self.tracer is not None:
+            fetch.span = self.tracer.fetch(trace, is_use=is_use)
         self._stack.loader.fetch(fetch)
         return fetch
 
@@ -296,6 +301,7 @@ class CacheManager:
         patient: bool = False,
         group: int = 0,
         session: str | None = None,
+        trace: TraceHeaders | None = None,
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -324,6 +330,8 @@ class CacheManager:
             Number of their group of layers in the layout.
         session:
             The session that they are saved for. Its end gives up the blocks that it brought in.
+        trace:
+            Headers of the request's trace; see ``fetch``.
 
         Raises
         ------
@@ -351,7 +359,8 @@ class CacheManager:
         if only is not None:
             indices = [only[at] for at in indices]
             end = only[end] if end < len(only) else total
-        return Save(self._stack, kept, indices, slots, floor, end)
+        span = None if self.tracer is None or not kept else self.tracer.save(trace, len(kept))
+        return Save(self._stack, kept, indices, slots, floor, end, span)
 
     def _clipped(
         self,
@@ -469,7 +478,7 @@ class CacheManager:
 
     @property
     def removals(self) -> int:
-        """Number of forgotten blocks that tiers still have to remove, plus purges in progress."""
+        """Number of forgotten blocks that tiers must still remove, plus purges in progress."""
         with self._stack.lock:
             return sum(level.removals for level in self._stack.levels)
 
@@ -547,10 +556,7 @@ class CacheManager:
         counts: Callable[[], dict[str, Any]],
         lines: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Add ``section`` to ``stats``: what ``counts`` returns, and ``lines`` to ``describe``.
-
-        Any thread may call both.
-        """
+        """Add ``counts()`` to ``stats`` and ``lines()`` to ``describe``; any thread calls both."""
         self._sections[section] = counts
         self._described.append(lines)
 
