@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,11 +21,13 @@ from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import scratch_blocks, told_apart
+from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
 from kvladder.tiers.ladder.client import Threads
 from kvladder.tiers.ladder.definition import LevelDefinition as Spec
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
+from kvladder.tiers.spans import Tracer
 
 T = TypeVar("T")
 
@@ -99,10 +101,12 @@ class SimCache:
         shares: Shares = NO_SHARES,
         limits: Limits = NO_LIMITS,
         policy: EvictionPolicy | None = None,
+        make_tracer: Callable[[Clock], Tracer] | None = None,
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
         ``threads`` runs blocking calls. ``shares`` and ``policy``, an empty one, are host's.
+        ``make_tracer`` returns what begins spans.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
@@ -117,6 +121,7 @@ class SimCache:
             clock=clock,
             events=EventBuffer(10_000, post=loop.call_soon),
             notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
+            tracer=None if make_tracer is None else make_tracer(clock),
         )
         made = [
             Spec(
