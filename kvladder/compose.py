@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import AccessListener, EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
-from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 from kvladder.tiers.spans import Tracer
 from kvladder.traces.files import TraceFiles
@@ -108,28 +107,15 @@ def open_manager(
         fields = told(named.all_fields, salt=config.block.salt)
         clock = SystemClock()
         shadow = make_shadow(config, layout, clock, post=runtime.post)
-        tracer = _tracer(config, layout, clock)
-        if tracer is not None:
-            undo.callback(tracer.close)
-        stack = build_stack(
-            config,
-            layout,
-            arena,
-            list(zip(edges, aside, strict=True)),
-            fields,
-            post=runtime.post,
-            clock=clock,
-            listener=shadow,
-            tracer=tracer,
-        )
+        tracer = _tracer(config, layout, clock, undo)
+        build = partial(build_stack, post=runtime.post, clock=clock, listener=shadow, tracer=tracer)
+        stack = build(config, layout, arena, list(zip(edges, aside, strict=True)), fields)
         runtime.post(stack.lock.be_patient)
         publisher = _publisher(config, layout, stack, device)
         if publisher is not None:
             undo.callback(publisher.close)
         runtime.call(stack.open(layout, space, runtime.threads))
-        in_effect = "\n".join(map(_in_effect, stack.levels))
-        if tracer is not None:
-            in_effect += f"\notel: {tracer.where}"
+        in_effect = "\n".join(_in_effect(stack))
         if publisher is not None:
             publisher.start()
         recorder = _recorder(config, layout, stack, instance)
@@ -178,8 +164,8 @@ def _admit(
         manager.report("export", export.counts)
 
 
-def _tracer(config: StackConfig, layout: Layout, clock: Clock) -> Tracer | None:
-    """Return the tracer of requests; None if none is configured."""
+def _tracer(config: StackConfig, layout: Layout, clock: Clock, undo: ExitStack) -> Tracer | None:
+    """Return the tracer of requests, which ``undo`` closes; None if none is configured."""
     if not config.otel.enabled:
         return None
     try:
@@ -188,7 +174,9 @@ def _tracer(config: StackConfig, layout: Layout, clock: Clock) -> Tracer | None:
         hint = "install kvladder[otel]"
         raise ConfigError(f"needs OpenTelemetry: {error}", path="otel", hint=hint) from error
     kinds = {level.name: (level.type, level.make.shared) for level in config.levels}
-    return open_tracer(clock, kinds=kinds, block_bytes=layout.block_bytes)
+    tracer = open_tracer(clock, kinds=kinds, block_bytes=layout.block_bytes)
+    undo.callback(tracer.close)
+    return tracer
 
 
 def _serve_http(
@@ -281,12 +269,14 @@ def _export(
     )
 
 
-def _in_effect(level: Level) -> str:
-    """Return the description that a level's tier gives of itself, now that it is open."""
-    if level.client.absent:
-        return f"{level.name}: not open at start"
-    told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
-    return f"{level.name}: {told or 'open'}"
+def _in_effect(stack: TierStack) -> Iterator[str]:
+    """Yield what each level's tier says of itself, now that it is open, and where spans go."""
+    for level in stack.levels:
+        told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
+        state = "not open at start" if level.client.absent else told or "open"
+        yield f"{level.name}: {state}"
+    if stack.shared.tracer is not None:
+        yield f"otel: {stack.shared.tracer.where}"
 
 
 def _publisher(

@@ -336,13 +336,11 @@ class CacheManager:
         Raises
         ------
         ValueError
-            A priority is not in 0..100, a duration is negative or no number, or there is not one
-            for each key; nothing changed.
+            A priority, a duration, or the number of them is wrong; nothing changed.
         KeyError
             No level has one of these names.
         """
-        now = self._stack.shared.clock.now()
-        floor = checked_priority(parent_floor)
+        now, floor = self._clock.now(), checked_priority(parent_floor)
         if priorities is not None or durations_s is not None:
             priorities, durations_s = self._clipped(len(keys), priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
@@ -351,14 +349,12 @@ class CacheManager:
         floor, total = metas[-1].floor if metas else floor, len(keys)
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
-        indices, slots, end = self._stack.reserve(
-            keys, metas, explicit=priorities is not None, patient=patient
-        )
+        explicit = priorities is not None
+        indices, slots, end = self._stack.reserve(keys, metas, explicit=explicit, patient=patient)
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
         self.sessions.saved(session, keys, kept)
         if only is not None:
-            indices = [only[at] for at in indices]
-            end = only[end] if end < len(only) else total
+            indices, end = [only[at] for at in indices], [*only, total][end]
         span = None if self.tracer is None or not kept else self.tracer.save(trace, len(kept))
         return Save(self._stack, kept, indices, slots, floor, end, span)
 

@@ -30,6 +30,14 @@ class ReadTiming:
     checked: int = 0
     """Number of blocks that the level checked or decoded itself, after the tier's answer."""
 
+    def begin(self, now_s: float) -> None:
+        """Note that the tier is called now."""
+        self.begun_s = now_s
+
+    def deliver(self, now_s: float, checks: int) -> None:
+        """Note that the tier answers now, and how many blocks the level has to check itself."""
+        self.delivered_s, self.checked = now_s, checks
+
 
 @dataclass(frozen=True, slots=True)
 class TierRead:
@@ -49,7 +57,7 @@ class TierRead:
 
 
 class CopySpan(Protocol):
-    """A fetch or a save, of which blocks are copied to or from an engine."""
+    """A fetch or a save with blocks that are copied to or from an engine."""
 
     def copied(
         self, direction: Direction, blocks: int, size_bytes: int, begun_s: float, *, ok: bool

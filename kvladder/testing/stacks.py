@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
-from kvladder.arena import Arena
+from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -45,6 +45,20 @@ class LevelSpec:
     required: bool = False
     shares: Shares = NO_SHARES
     policy: EvictionPolicy = field(default_factory=PrioritizedLRU)
+
+    def definition(self, name: str, scratch: Sequence[Slot]) -> Spec:
+        """Return the level's definition; ``scratch`` are slots for its codecs."""
+        return Spec(
+            name=name,
+            tier=self.tier,
+            rule=self.rule,
+            capacity_blocks=self.capacity_blocks,
+            policy=self.policy,
+            settings=self.settings,
+            required=self.required,
+            scratch=scratch,
+            shares=self.shares,
+        )
 
 
 class LoopPortal:
@@ -124,17 +138,7 @@ class SimCache:
             tracer=None if make_tracer is None else make_tracer(clock),
         )
         made = [
-            Spec(
-                name=f"level{position}",
-                tier=spec.tier,
-                rule=spec.rule,
-                capacity_blocks=spec.capacity_blocks,
-                policy=spec.policy,
-                settings=spec.settings,
-                required=spec.required,
-                scratch=aside[position - 1],
-                shares=spec.shares,
-            )
+            spec.definition(f"level{position}", aside[position - 1])
             for position, spec in enumerate(levels, start=1)
         ]
         order = PrioritizedLRU() if policy is None else policy

@@ -202,8 +202,7 @@ class CodecPipeline:
         ``timing`` is filled in if it is given.
         """
         found = list(checked("get", await self._tier.get(reads), len(reads)))
-        if timing is not None:
-            timing.delivered_s = self._now()
+        came_s = 0.0 if timing is None else self._now()
         if all(found) and not self._chain.secret and all_plain(reads, self.side.labels):
             return found  # the usual case with a tier that checks
         left: list[LevelRead] = []
@@ -216,7 +215,7 @@ class CodecPipeline:
             elif outcome is not None and outcome is not Outcome.GOOD:
                 self.refused[outcome] += 1
         if timing is not None:
-            timing.checked = len(left)
+            timing.deliver(came_s, len(left))
         finished = await self._each(self._finish, left, Outcome.UNREADABLE)
         outcomes = dict(zip(left, finished, strict=True))
         for index, read in enumerate(reads):

@@ -231,7 +231,7 @@ class TierClient:
             async with self._reads:
                 answer = CallOutcome(None, quiet=False)  # what holds if ``call`` is cancelled
                 if timing is not None:
-                    timing.begun_s = self._shared.clock.now()
+                    timing.begin(self._shared.clock.now())
                 answer = await self.call(
                     "get", lambda: get(blocks, timing), ended, slots=slots, expected=len(blocks)
                 )
