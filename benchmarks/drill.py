@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -76,6 +76,8 @@ class Fault(NamedTuple):
     inject: Callable[[], object]
     healing: str
     heal: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    """Callback before the fault: without it, nothing would be lost by the fault."""
 
 
 class Outcome(NamedTuple):
@@ -167,7 +169,8 @@ class Slowed:
         self._thread.start()
 
     def _run(self) -> None:
-        with redis.Redis.from_url(self._server.url) as client:
+        made: Any = redis.Redis.from_url(self._server.url)  # pyright: ignore[reportUnknownMemberType]
+        with made as client:
             while not self._ending.wait(PAUSE_S * 0.9):
                 client.execute_command("CLIENT", "PAUSE", int(PAUSE_S * 1000), "WRITE")
             client.execute_command("CLIENT", "UNPAUSE")
@@ -273,10 +276,13 @@ class Drill:
         assert self.disk is not None
         (self.disk / "ballast").unlink()
 
+    def repeat(self, seconds: float) -> None:
+        """Have users repeat prompts that only the disk holds, for some time."""
+        self.ask(repeated(30), 0.1)
+        sleep(seconds)
+
     def damage(self) -> None:
         """Overwrite bytes all over the files of blocks, whose prompts are asked again."""
-        self.ask(repeated(30))
-        sleep(20)
         for path in data_files((self.disk or self.folder) / "kv"):
             size = path.stat().st_size
             if size >= BLOCK_BYTES:
@@ -301,8 +307,6 @@ class Drill:
 
     def restart_under_another_name(self) -> None:
         """Restart the engine with another salt, so that it finds nothing of the day before."""
-        self.ask(repeated(30), 0.2)
-        sleep(100)
         self.users.server = None
         self.server.kill()
         self.ask(self.new_prompts(), 0.1)  # what is asked is in no cache yet
@@ -326,6 +330,7 @@ class Drill:
         others: set[tuple[str, str]] = set()
         if fault.alert != "KvladderLevelLeftOut":  # that level is absent from the start
             self._until(lambda now: wanted not in now, monotonic(), set())
+        fault.prepare()
         was_quiet = wanted not in self.firing()
         print(f"{fault.alert}: {fault.what}", file=sys.stderr, flush=True)
         begun = monotonic()
@@ -415,6 +420,7 @@ class Drill:
             self.restart_under_another_name,
             "users repeat prompts, so the cache fills",
             lambda: self.ask(repeated(10), 0.1),
+            partial(self.repeat, 100.0),
         )
         return [*found, *self.faults_of_disks(), last]
 
@@ -438,12 +444,13 @@ class Drill:
                 self.damage,
                 "none: it is resolved when no damaged block was read for a while",
                 self.rest,
+                partial(self.repeat, 20.0),
             ),
         ]
 
 
 @contextmanager
-def small_disk(place: Path) -> Iterator[Path | None]:
+def small_disk(place: Path) -> Generator[Path | None]:
     """Mount a file system of twice the disk level's capacity; None where that is not allowed."""
     place.mkdir()
     size = 2 * DISK_BLOCKS * BLOCK_BYTES
@@ -512,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
         drill = Drill(folder, undo)
         chosen = [one for one in drill.faults() if one.alert in (arguments.only or [one.alert])]
-        outcomes = []
+        outcomes = list[Outcome]()
         for fault in chosen:
             outcomes.append(drill.run(fault))
             drill.rest()

@@ -169,12 +169,13 @@ def _tracer(config: StackConfig, layout: Layout, clock: Clock, undo: ExitStack) 
     if not config.otel.enabled:
         return None
     try:
+        from kvladder import __version__ as version
         from kvladder.otel.tracer import open_tracer
     except ImportError as error:
         hint = "install kvladder[otel]"
         raise ConfigError(f"needs OpenTelemetry: {error}", path="otel", hint=hint) from error
     kinds = {level.name: (level.type, level.make.shared) for level in config.levels}
-    tracer = open_tracer(clock, kinds=kinds, block_bytes=layout.block_bytes)
+    tracer = open_tracer(clock, kinds=kinds, block_bytes=layout.block_bytes, version=version)
     undo.callback(tracer.close)
     return tracer
 

@@ -156,7 +156,7 @@ class TracedFetch(_TracedWork):
             "kvladder.read", timing.begun_s, came_s, told, error=error, kind=client, links=links
         )
         if timing.checked:
-            counts = {**level, "kvladder.block.count": timing.checked}
+            counts: dict[str, Value] = {**level, "kvladder.block.count": timing.checked}
             self.child("kvladder.check", came_s, read.ended_s, counts, error=damaged)
         return span
 
@@ -190,6 +190,8 @@ class OtelTracer:
         Type of the tier of each level below host, and whether engines share it.
     block_bytes:
         Size of a block.
+    version:
+        Version of kvladder, as the scope of its spans.
     """
 
     def __init__(
@@ -199,9 +201,8 @@ class OtelTracer:
         *,
         kinds: Mapping[str, tuple[str, bool]],
         block_bytes: int,
+        version: str,
     ) -> None:
-        from kvladder import __version__ as version
-
         self.sdk = outlet.provider.get_tracer("kvladder", version)
         self._outlet = outlet
         self.clock = clock
@@ -248,7 +249,7 @@ class OtelTracer:
 
 
 def open_tracer(
-    clock: Clock, *, kinds: Mapping[str, tuple[str, bool]], block_bytes: int
+    clock: Clock, *, kinds: Mapping[str, tuple[str, bool]], block_bytes: int, version: str
 ) -> OtelTracer:
     """Return a tracer for the provider of the process, or for the environment's collector.
 
@@ -257,7 +258,7 @@ def open_tracer(
     ConfigError
         There is neither, or the exporter is not installed.
     """
-    return OtelTracer(open_outlet(), clock, kinds=kinds, block_bytes=block_bytes)
+    return OtelTracer(open_outlet(), clock, kinds=kinds, block_bytes=block_bytes, version=version)
 
 
 def _why(missed: Sequence[Missed]) -> dict[str, Value]:

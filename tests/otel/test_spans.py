@@ -38,7 +38,9 @@ class Recorded:
         """Return the function that makes the tracer; ``kinds`` tell which levels are shared."""
         outlet = SpanOutlet(self._provider, None, "spans go to this test")
         told = {name: ("fake", shared) for name, shared in kinds.items()}
-        return lambda clock: OtelTracer(outlet, clock, kinds=told, block_bytes=LAYOUT.block_bytes)
+        return lambda clock: OtelTracer(
+            outlet, clock, kinds=told, block_bytes=LAYOUT.block_bytes, version="1"
+        )
 
     @property
     def all(self) -> list[ReadableSpan]:
@@ -59,12 +61,12 @@ def told(span: ReadableSpan) -> dict[str, Any]:
 
 def parent(span: ReadableSpan) -> int:
     assert span.parent is not None
-    return span.parent.span_id
+    return int(span.parent.span_id)
 
 
 def own(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.span_id
+    return int(span.context.span_id)
 
 
 def seconds(span: ReadableSpan) -> float:
