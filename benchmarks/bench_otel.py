@@ -2,8 +2,8 @@
 
 A request loads 2,048 tokens from files and saves as many. Figures are processor time of the whole
 process, its sending thread included. The processes take turns, so that all see the same machine.
-The limit of the last row is 1 % of the time to first token that ``2026-11-21-vllm.md`` has for such
-a request.
+Ratios are medians over the turns. The last row has the spans alone, without the noise of a cache.
+Its limit is 1 % of the time to first token that ``2026-11-21-vllm.md`` has for such a request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from time import process_time
 
 from benchmarks.row import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_TOKEN_S = 0.062
-TURNS = 15
-REQUESTS = 20
+TURNS = 40
+REQUESTS = 8
+BURSTS, BURST = 20, 100
+"""Requests whose spans are made alone: few enough at once that all are sent."""
 SINK = """
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Sink(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_POST(self):
@@ -35,7 +38,7 @@ class Sink(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
     def log_message(self, *_): pass
-server = HTTPServer(("127.0.0.1", 0), Sink)
+server = ThreadingHTTPServer(("127.0.0.1", 0), Sink)
 print(server.server_address[1], flush=True)
 server.serve_forever()
 """
@@ -64,32 +67,84 @@ def rows() -> Iterator[Row]:
                 seconds = _asked(child)
                 if turn:  # the first one imports what is imported late
                     took[name].append(seconds)
-    off_s, on_s = median(took[OFF]), median(took[ON])
+        spans_s = _spans(receiver["OTEL_EXPORTER_OTLP_ENDPOINT"])
     note = "processor time of a request of 2,048 tokens, loaded from files, and saved"
     if WITHOUT in took:
         yield Row(
             name="otel, spans off",
             unit="ms",
             peer=median(took[WITHOUT]) * 1e3,
-            ours=off_s * 1e3,
+            ours=median(took[OFF]) * 1e3,
+            ratio=_ratio(took[OFF], took[WITHOUT]),
             goal="ratio <= 1.01",
             note=f"peer: the tree before there were spans; {note}",
         )
     yield Row(
         name="otel, spans on",
         unit="ms",
-        peer=off_s * 1e3,
-        ours=on_s * 1e3,
+        peer=median(took[OFF]) * 1e3,
+        ours=median(took[ON]) * 1e3,
+        ratio=_ratio(took[ON], took[OFF]),
         note=f"peer: off; every request is sampled; {note}",
     )
     yield Row(
-        name="otel, spans on: share of the time to first token",
-        unit="%",
-        limit=1.0,
-        ours=100 * (on_s - off_s) / FIRST_TOKEN_S,
-        goal="< 1",
-        note=f"of {FIRST_TOKEN_S * 1e3:g} ms, though a part is spent beside it, in other threads",
+        name="otel, the spans of a request: made, encoded and sent",
+        unit="us",
+        limit=FIRST_TOKEN_S / 100 * 1e6,
+        ours=spans_s * 1e6,
+        goal="ratio <= 1",
+        note=f"6 spans, as a hit in vLLM has; limit: 1 % of {FIRST_TOKEN_S * 1e3:g} ms",
     )
+
+
+def _ratio(ours: list[float], peer: list[float]) -> float:
+    """Return the median of the ratios of turns."""
+    return median(one / other for one, other in zip(ours, peer, strict=True))
+
+
+def _spans(endpoint: str) -> float:
+    """Return the processor seconds for the spans of a request, all threads included."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from kvladder.otel.provider import SpanOutlet
+    from kvladder.otel.tracer import OtelTracer
+    from kvladder.runtime import SystemClock
+    from kvladder.tiers.spans import ReadTiming, TierRead
+
+    clock = SystemClock()
+    provider = TracerProvider(shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces")
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    outlet = SpanOutlet(provider, exporter, "")
+    kinds = {"files": ("files", False)}
+    tracer = OtelTracer(outlet, clock, kinds=kinds, block_bytes=32 << 10, version="0")
+
+    def request() -> None:
+        lookup = tracer.lookup({"traceparent": f"00-{1:032x}-{1:016x}-01"})
+        fetch = tracer.fetch(lookup.headers, is_use=True)
+        assert fetch is not None
+        begun_s = clock.now()
+        timing = ReadTiming(begun_s, begun_s)
+        tracer.read([fetch], TierRead("files", timing, clock.now(), 128, 128, 0, "", False))
+        fetch.answered(128, ["files"] * 128, ())
+        lookup.ended(2048, 0, 2048, ())
+        fetch.copied("onboard", 128, 4 << 20, begun_s, ok=True)
+        save = tracer.save({"traceparent": f"00-{1:032x}-{1:016x}-01"}, 128)
+        assert save is not None
+        save.copied("offload", 128, 4 << 20, begun_s, ok=True)
+        save.ended(committed=True)
+
+    took_s: list[float] = []
+    for _ in range(BURSTS):
+        begun = process_time()
+        for _ in range(BURST):
+            request()
+        provider.force_flush()
+        took_s.append((process_time() - begun) / BURST)
+    outlet.close()
+    return median(took_s)
 
 
 def _before(folder: Path) -> Path | None:
