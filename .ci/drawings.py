@@ -325,9 +325,43 @@ ICON = (
 )
 
 
+def trace() -> str:
+    """Return the spans of one request, over the time in which it is loaded."""
+    spans = rows("2026-11-25-trace.md")
+    shown_ms, left, wide, high = 60.0, 190, 480, 24
+    drawn = [text(10, 24, "Spans of a request, milliseconds", at="start", size=15)]
+    for tick in range(0, int(shown_ms) + 1, 10):
+        x = left + wide * tick / shown_ms
+        bottom = 48 + high * len(spans)
+        drawn.append(f'<line x1="{x:g}" y1="44" x2="{x:g}" y2="{bottom}" stroke="{SOFT}"/>')
+        drawn.append(text(x, 40, str(tick), size=11))
+    for number_of, span in enumerate(spans):
+        y, depth = 50 + high * number_of, int(span["below"])
+        begun, ended = number(span["starts ms"]), number(span["ends ms"])
+        said = f"{span['what']}: {ended - begun:.1f} ms" if span["what"] else f"{ended:.0f} ms"
+        drawn.append(text(10 + 14 * depth, y + 13, span["span"], at="start", size=12))
+        if begun >= shown_ms:
+            later = f"{span['what']}: from {begun:.0f} to {ended:.0f} ms"
+            drawn.append(text(left + 8, y + 13, later, at="start", size=11))
+            continue
+        x, end = left + wide * begun / shown_ms, left + wide * min(ended, shown_ms) / shown_ms
+        fill = LINE if span["span"].startswith("kvladder") else GREY
+        length = max(end - x, 2)
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{y + 3}" width="{length:.1f}" height="12" fill="{fill}"/>'
+        )
+        if ended > shown_ms:
+            drawn.append(arrow(end, y + 9, end + 22, y + 9))
+        drawn.append(text(end + (28 if ended > shown_ms else 6), y + 13, said, at="start", size=11))
+    return svg(left + wide + 130, 56 + high * len(spans), "Spans of a request", drawn)
+
+
 def render() -> dict[Path, str]:
     """Return the content of each file."""
-    made = (request, states, failure, purge, first_token, shared_tiers, files, failover)
+    made = (
+        *(request, states, failure, purge, first_token, shared_tiers, files, failover),
+        trace,
+    )
     found = {FOLDER / f"{draw.__name__.replace('_', '-')}.svg": draw() for draw in made}
     return found | {FOLDER / "icon.svg": ICON}
 

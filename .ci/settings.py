@@ -28,7 +28,7 @@ from kvladder.config.settings import (
     QuotaConfig,
     Sections,
 )
-from kvladder.config.sources import SHORT_SECTIONS
+from kvladder.config.sources import SHORT_SECTIONS, SHORT_SWITCHES
 from kvladder.units import Duration, Portion, Share, Size
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -288,7 +288,8 @@ def whole() -> dict[str, Any]:
         short = properties[name].pop("description", "")
         properties[name] = {"anyOf": [properties[name], {"type": ["string", "integer"]}]}
         properties[name] |= {"description": short} if short else {}
-    properties["shadow"]["type"] += ["boolean", "string"]
+    for switch in SHORT_SWITCHES:
+        properties[switch]["type"] += ["boolean", "string"]
     measure = schema(Size)
     properties |= {
         "tiers": {

@@ -13,7 +13,7 @@ from itertools import count
 
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
-from kvladder.manager import CacheManager, Fetch, Save
+from kvladder.manager import CacheManager, Fetch, Save, TraceHeaders
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.units import counted
@@ -32,6 +32,8 @@ class OpenJob:
     bytes: int = 0
     seconds: float = 0.0
     """Duration of the slowest part."""
+    begun_s: float = 0.0
+    """Loop time at which it began, if it is traced."""
 
     def end(self) -> None:
         """Settle the job once every part has ended.
@@ -43,6 +45,14 @@ class OpenJob:
             (self.holds.commit if self.ok else self.holds.abort)()
         else:
             (self.holds.release if self.ok or self.excused else self.holds.forget)()
+
+    def trace(self) -> None:
+        """Tell the span of the fetch or save, if there is one, that the copy ends now."""
+        if self.holds.span is not None:
+            job = self.job
+            self.holds.span.copied(
+                job.direction, len(job.blocks), self.bytes, self.begun_s, ok=self.ok
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +117,20 @@ class Connector(ABC):
         salt: str = "",
         saves: AvoidedCompute | None = None,
         session: str | None = None,
+        trace: TraceHeaders | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys`` and begin to fetch the blocks below host.
 
         Only the named ``levels`` are read; None reads all. ``salt`` is the one bound into the
         keys. ``saves`` is the computing that the engine avoids if all blocks come; None stands for
-        the tokens of the blocks. ``session`` is the request's session, see
-        :meth:`kvladder.manager.CacheManager.fetch`.
+        the tokens of the blocks. ``session`` is the request's session, and ``trace`` has the
+        headers of its trace, see :meth:`kvladder.manager.CacheManager.fetch`.
 
         Poll ``Fetch.done`` as often as you like. Then give the match to ``load`` or release it.
         """
-        return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves, session=session)
+        return self.manager.fetch(
+            keys, levels=levels, salt=salt, saves=saves, session=session, trace=trace
+        )
 
     def load(self, match: Fetch, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
         """Begin to copy the matched blocks, starting at ``first``, into ``blocks``.
@@ -149,6 +162,7 @@ class Connector(ABC):
         salt: str = "",
         group: int = 0,
         session: str | None = None,
+        trace: TraceHeaders | None = None,
     ) -> StartedSave:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
@@ -174,6 +188,7 @@ class Connector(ABC):
             salt=salt,
             group=group,
             session=session,
+            trace=trace,
         )
         whole = len(save.indices) == len(blocks)
         chosen = blocks if whole else [blocks[n] for n in save.indices]
@@ -192,7 +207,9 @@ class Connector(ABC):
         return self._begin(job, save)
 
     def _begin(self, job: CopyJob, holds: Fetch | Save) -> JobId:
-        self._jobs[job.id] = OpenJob(job, holds, self._reports)
+        self._jobs[job.id] = entry = OpenJob(job, holds, self._reports)
+        if holds.span is not None:
+            entry.begun_s = self.manager.ladder.clock.now()
         self._start(job)
         return job.id
 
@@ -209,6 +226,7 @@ class Connector(ABC):
         if entry.reports_left:
             return None
         del self._jobs[finished.id]
+        entry.trace()
         entry.end()
         return entry
 
@@ -220,4 +238,5 @@ class Connector(ABC):
         while self._jobs:
             _, entry = self._jobs.popitem()
             entry.ok, entry.excused = False, True
+            entry.trace()
             entry.end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -38,8 +38,8 @@ from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import AccessListener, EventBuffer, Shared
 from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
-from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
+from kvladder.tiers.spans import Tracer
 from kvladder.traces.files import TraceFiles
 from kvladder.traces.recorder import Recorder
 from kvladder.traces.recording import RecordingManager, require_place
@@ -105,17 +105,17 @@ def open_manager(
         undo.callback(runtime.close)
         aside = [arena.set_aside(count) for count in scratch]
         fields = told(named.all_fields, salt=config.block.salt)
-        clock, both = SystemClock(), list(zip(edges, aside, strict=True))
+        clock = SystemClock()
         shadow = make_shadow(config, layout, clock, post=runtime.post)
-        stack = build_stack(
-            config, layout, arena, both, fields, post=runtime.post, clock=clock, listener=shadow
-        )
+        tracer = _tracer(config, layout, clock, undo)
+        build = partial(build_stack, post=runtime.post, clock=clock, listener=shadow, tracer=tracer)
+        stack = build(config, layout, arena, list(zip(edges, aside, strict=True)), fields)
         runtime.post(stack.lock.be_patient)
         publisher = _publisher(config, layout, stack, device)
         if publisher is not None:
             undo.callback(publisher.close)
         runtime.call(stack.open(layout, space, runtime.threads))
-        in_effect = "\n".join(map(_in_effect, stack.levels))
+        in_effect = "\n".join(_in_effect(stack))
         if publisher is not None:
             publisher.start()
         recorder = _recorder(config, layout, stack, instance)
@@ -154,12 +154,30 @@ def _admit(
     if isinstance(shadow, LiveShadow):
         begin_shadow(shadow, config, manager.layout, stack)
         manager.report("shadow", shadow.stats, shadow.describe)
+    if (tracer := stack.shared.tracer) is not None:
+        manager.admit(tracer)
     if config.control.path is not None or config.http.listen is not None:
         _serve_http(config, manager, stack, runtime, instance)
     if config.export.listen is not None:
         export = _export(config, manager, stack, runtime, instance, serves=serves)
         manager.admit(export)
         manager.report("export", export.counts)
+
+
+def _tracer(config: StackConfig, layout: Layout, clock: Clock, undo: ExitStack) -> Tracer | None:
+    """Return the tracer of requests, which ``undo`` closes; None if none is configured."""
+    if not config.otel.enabled:
+        return None
+    try:
+        from kvladder import __version__ as version
+        from kvladder.otel.tracer import open_tracer
+    except ImportError as error:
+        hint = "install kvladder[otel]"
+        raise ConfigError(f"needs OpenTelemetry: {error}", path="otel", hint=hint) from error
+    kinds = {level.name: (level.type, level.make.shared) for level in config.levels}
+    tracer = open_tracer(clock, kinds=kinds, block_bytes=layout.block_bytes, version=version)
+    undo.callback(tracer.close)
+    return tracer
 
 
 def _serve_http(
@@ -199,6 +217,9 @@ def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
         raise ConfigError("has no effect here", path="gpu", hint=hint)
     if config.record.path is not None and (pools or serves):
         raise unrecorded("a cache server's clients" if serves else "pools on the device")
+    if config.otel.enabled and serves:
+        hint = "leave it out: clients do not say which request they read for"
+        raise ConfigError("has no effect here", path="otel", hint=hint)
     if config.shadow.enabled and (pools or serves):
         raise unrecorded("a cache server's clients" if serves else "pools on the device", "shadow")
 
@@ -249,12 +270,14 @@ def _export(
     )
 
 
-def _in_effect(level: Level) -> str:
-    """Return the description that a level's tier gives of itself, now that it is open."""
-    if level.client.absent:
-        return f"{level.name}: not open at start"
-    told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
-    return f"{level.name}: {told or 'open'}"
+def _in_effect(stack: TierStack) -> Iterator[str]:
+    """Yield what each level's tier says of itself, now that it is open, and where spans go."""
+    for level in stack.levels:
+        told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
+        state = "not open at start" if level.client.absent else told or "open"
+        yield f"{level.name}: {state}"
+    if stack.shared.tracer is not None:
+        yield f"otel: {stack.shared.tracer.where}"
 
 
 def _publisher(
@@ -296,10 +319,12 @@ def build_stack(
     clock: Clock,
     make_tier: Callable[[LevelConfig], Tier] = LevelConfig.make_tier,
     listener: AccessListener | None = None,
+    tracer: Tracer | None = None,
 ) -> TierStack:
     """Build the stack, not yet opened; ``edges`` has codecs and scratch slots for each level.
 
     ``make_tier`` returns the tier of each level below host. ``listener`` hears what requests use.
+    ``tracer`` begins spans.
     """
     lock = StackLock()
     shared = Shared(
@@ -310,6 +335,7 @@ def build_stack(
         notices=Notices(clock.now, held=lock.held, post=post),
         fields=fields,
         listener=listener,
+        tracer=tracer,
     )
     host = HostSettings(
         name=config.host.name,

@@ -40,6 +40,8 @@ from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
 from kvladder.tiers.ladder.stack import Portal, TierStack
 from kvladder.tiers.ladder.upkeep.blocks import StackUpkeep
+from kvladder.tiers.spans import LookupSpan as LookupSpan
+from kvladder.tiers.spans import TraceHeaders as TraceHeaders
 from kvladder.units import Size, counted
 
 T = TypeVar("T")
@@ -110,7 +112,7 @@ class CacheManager:
         self.upkeep = StackUpkeep(stack)
         """What an operator may ask about blocks: where they lie, to check and to evict them."""
         self._pid = os.getpid()
-        self._clock = stack.shared.clock
+        self._clock, self.tracer = stack.shared.clock, stack.shared.tracer
         lost = self._unreleased = stack.shared.unreleased
         self._fetches = SlotAdmission(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
         self._saves = SlotAdmission(1, self._clock, lost)
@@ -164,6 +166,7 @@ class CacheManager:
         saves: AvoidedCompute | None = None,
         session: str | None = None,
         is_use: bool = True,
+        trace: TraceHeaders | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to promote it where needed.
 
@@ -172,14 +175,14 @@ class CacheManager:
 
         Only the named ``levels`` are read; None stands for all. A block in the host level is never
         read from another level: without host among ``levels``, it is not read at all. ``salt`` is
-        the salt that is bound into the keys. It is recorded as the owner of blocks found in a
-        shared tier.
+        bound into the keys, and recorded as the owner of blocks found in a shared tier.
 
         The engine may report how long computing takes (``prefilled``). From then on, a block that
         would take longer than computing it is neither fetched nor waited for. ``saves`` is the work
         that the engine avoids if all of the blocks come; None stands for their tokens. ``session``
         is the session that asks: blocks that another session brought in outlast that session's end.
         Without ``is_use`` it is a prefetch, which eviction policies do not count as a use.
+        ``trace`` has the headers of the request's trace; None continues OpenTelemetry's context.
         """
         self.sessions.met(session, keys)
         if saves is None:
@@ -195,6 +198,8 @@ class CacheManager:
             saves=saves,
             is_use=is_use,
         )
+        if self.tracer is not None:
+            fetch.span = self.tracer.fetch(trace, is_use=is_use)
         self._stack.loader.fetch(fetch)
         return fetch
 
@@ -299,6 +304,7 @@ class CacheManager:
         patient: bool = False,
         group: int = 0,
         session: str | None = None,
+        trace: TraceHeaders | None = None,
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -327,17 +333,17 @@ class CacheManager:
             Number of their group of layers in the layout.
         session:
             The session that they are saved for. Its end gives up the blocks that it brought in.
+        trace:
+            Headers of the request's trace; see ``fetch``.
 
         Raises
         ------
         ValueError
-            A priority is not in 0..100, a duration is negative or no number, or there is not one
-            for each key; nothing changed.
+            A priority, a duration, or the number of them is wrong; nothing changed.
         KeyError
             No level has one of these names.
         """
-        now = self._stack.shared.clock.now()
-        floor = checked_priority(parent_floor)
+        now, floor = self._clock.now(), checked_priority(parent_floor)
         if priorities is not None or durations_s is not None:
             priorities, durations_s = self._clipped(len(keys), priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
@@ -346,15 +352,14 @@ class CacheManager:
         floor, total = metas[-1].floor if metas else floor, len(keys)
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
-        indices, slots, end = self._stack.reserve(
-            keys, metas, explicit=priorities is not None, patient=patient
-        )
+        explicit = priorities is not None
+        indices, slots, end = self._stack.reserve(keys, metas, explicit=explicit, patient=patient)
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
         self.sessions.saved(session, keys, kept)
         if only is not None:
-            indices = [only[at] for at in indices]
-            end = only[end] if end < len(only) else total
-        return Save(self._stack, kept, indices, slots, floor, end)
+            indices, end = [only[at] for at in indices], [*only, total][end]
+        span = None if self.tracer is None or not kept else self.tracer.save(trace, len(kept))
+        return Save(self._stack, kept, indices, slots, floor, end, span)
 
     def _clipped(
         self,
@@ -472,7 +477,7 @@ class CacheManager:
 
     @property
     def removals(self) -> int:
-        """Number of forgotten blocks that tiers still have to remove, plus purges in progress."""
+        """Number of forgotten blocks that tiers must still remove, plus purges in progress."""
         with self._stack.lock:
             return sum(level.removals for level in self._stack.levels)
 
@@ -550,10 +555,7 @@ class CacheManager:
         counts: Callable[[], dict[str, Any]],
         lines: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Add ``section`` to ``stats``: what ``counts`` returns, and ``lines`` to ``describe``.
-
-        Any thread may call both.
-        """
+        """Add ``counts()`` to ``stats`` and ``lines()`` to ``describe``; any thread calls both."""
         self._sections[section] = counts
         self._described.append(lines)
 

@@ -136,6 +136,8 @@ class RunningScheduler:
             describe=self.events.describe,
         )
         self._states[request.request_id] = state
+        if self.connector.manager.tracer is not None:
+            state.trace = request.trace_headers
         if state.lora is not None:
             state.adapter = None
             if state.lora.load_inplace:
@@ -263,6 +265,8 @@ class RunningScheduler:
             output = request.num_tokens - request.num_prompt_tokens
             self._recorder.finished(request.request_id, self._prompt(state), output)
         self._answers.drop(state)
+        if state.lookup_span is not None:  # aborted before vLLM had an answer
+            state.lookup_span.ended(request.num_prompt_tokens, state.own, 0, ())
         self._computing.expect(state, 0)
         if self._answers.named(state):
             end_in_session(self.connector, self._groups, state)

@@ -188,6 +188,7 @@ class Saver:
             salt=state.salt,
             group=group.index,
             session=policy.session,
+            trace=state.trace,
         )
         if started.job is not None and state.number:
             self._owners[started.job] = state.number

@@ -13,6 +13,7 @@ import msgspec
 
 from kvladder.config import registry
 from kvladder.config.http import HttpConfig, port_of
+from kvladder.config.otel import OtelConfig
 from kvladder.config.shadow import ShadowConfig
 from kvladder.errors import ConfigError
 from kvladder.layout import Kind, Layout
@@ -298,6 +299,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     export: ExportConfig = ExportConfig()
     record: RecordConfig = RecordConfig()
     shadow: ShadowConfig = ShadowConfig()
+    otel: OtelConfig = OtelConfig()
     limits: LimitsConfig = LimitsConfig()
     quota: QuotaConfig = QuotaConfig()
 

@@ -33,6 +33,7 @@ PREFIX = "KVLADDER__"
 FREE_SHARE = 0.8
 """Share of a file system's free space that the short form uses."""
 SHORT_KEYS = ("host", "files", "capacity")
+SHORT_SWITCHES = ("shadow", "otel")
 SHORT_SECTIONS = {"control": "path", "http": "listen", "record": "path", "block": "size"}
 """Sections that one value may stand for, and the setting that it is."""
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
@@ -174,8 +175,9 @@ def _gather(
     for section, key in SHORT_SECTIONS.items():
         if isinstance(found.raw.get(section), str | int):
             found.raw[section] = {key: found.raw[section]}
-    if isinstance(found.raw.get("shadow"), bool | str):
-        found.raw["shadow"] = {"enabled": found.raw["shadow"]}
+    for section in SHORT_SWITCHES:
+        if isinstance(found.raw.get(section), bool | str):
+            found.raw[section] = {"enabled": found.raw[section]}
 
 
 def _plain(

@@ -139,7 +139,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         raw = self.source.raw
         if self.arena.size_bytes is None and not is_alone(raw):
             raise ConfigError("missing", path="arena.size", hint=f"expected {Size.EXPECTED}")
-        for section in ("fetch", "export", "record", "shadow") if is_alone(raw) else ():
+        for section in ("fetch", "export", "record", "shadow", "otel") if is_alone(raw) else ():
             # a variable may be set for all processes of a machine
             if not all(self.source.loose(join(section, key)) for key in raw.get(section) or ()):
                 hint = "leave it out: without arena: and tiers: nothing leaves the device"
@@ -249,7 +249,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         means = {} if layout is None else self._means(layout)
         alone = is_alone(self.source.raw)
         # an engine may have its own pool, and a pool may have no tiers
-        silent = ("arena", "fetch", "export", "record", "shadow") if alone else ("gpu",)
+        silent = ("arena", "fetch", "export", "record", "shadow", "otel") if alone else ("gpu",)
         told = [one for one in keys_of(Sections) if one not in silent or one in self.source.raw]
         sections = [(name, getattr(self, name)) for name in told]
         tiers = [] if alone else [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
-from kvladder.arena import Arena
+from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -21,11 +21,13 @@ from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import scratch_blocks, told_apart
+from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
 from kvladder.tiers.ladder.client import Threads
 from kvladder.tiers.ladder.definition import LevelDefinition as Spec
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
+from kvladder.tiers.spans import Tracer
 
 T = TypeVar("T")
 
@@ -43,6 +45,20 @@ class LevelSpec:
     required: bool = False
     shares: Shares = NO_SHARES
     policy: EvictionPolicy = field(default_factory=PrioritizedLRU)
+
+    def definition(self, name: str, scratch: Sequence[Slot]) -> Spec:
+        """Return the level's definition; ``scratch`` are slots for its codecs."""
+        return Spec(
+            name=name,
+            tier=self.tier,
+            rule=self.rule,
+            capacity_blocks=self.capacity_blocks,
+            policy=self.policy,
+            settings=self.settings,
+            required=self.required,
+            scratch=scratch,
+            shares=self.shares,
+        )
 
 
 class LoopPortal:
@@ -99,10 +115,12 @@ class SimCache:
         shares: Shares = NO_SHARES,
         limits: Limits = NO_LIMITS,
         policy: EvictionPolicy | None = None,
+        make_tracer: Callable[[Clock], Tracer] | None = None,
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
         ``threads`` runs blocking calls. ``shares`` and ``policy``, an empty one, are host's.
+        ``make_tracer`` returns what begins spans.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
@@ -117,19 +135,10 @@ class SimCache:
             clock=clock,
             events=EventBuffer(10_000, post=loop.call_soon),
             notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
+            tracer=None if make_tracer is None else make_tracer(clock),
         )
         made = [
-            Spec(
-                name=f"level{position}",
-                tier=spec.tier,
-                rule=spec.rule,
-                capacity_blocks=spec.capacity_blocks,
-                policy=spec.policy,
-                settings=spec.settings,
-                required=spec.required,
-                scratch=aside[position - 1],
-                shares=spec.shares,
-            )
+            spec.definition(f"level{position}", aside[position - 1])
             for position, spec in enumerate(levels, start=1)
         ]
         order = PrioritizedLRU() if policy is None else policy

@@ -45,6 +45,7 @@ class Request:
         self.prompt_embeds: Any = None
         self.kv_transfer_params: Mapping[str, Any] | None = None
         self.kv_hints: Any = None
+        self.trace_headers: Mapping[str, str] | None = None
         self.hash()
 
     @property
@@ -194,9 +195,11 @@ class Engine:
         *,
         length: int | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         request = Request(f"r{len(self.entries)}-{self.steps}", tokens)
         request.kv_transfer_params = kv_transfer_params
+        request.trace_headers = trace_headers
         self.arrive(request, length)
         return request
 

@@ -109,6 +109,22 @@ def test_each_alert_fires_when_it_is_due_and_only_then(alert: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_the_fault_drill_has_a_fault_for_each_alert_and_rules_with_short_times(
+    tmp_path: Path,
+) -> None:
+    drill = pytest.importorskip("benchmarks.drill")
+    made = drill.shortened()
+    assert [rule["alert"] for rule in made["groups"][0]["rules"]] == [
+        one.name for one in alerts_of()
+    ]
+    path = tmp_path / RULES
+    path.write_bytes(msgspec.yaml.encode(made))
+    subprocess.run([tool("promtool"), "check", "rules", str(path)], check=True, capture_output=True)
+    text = Path(drill.__file__).read_text()
+    assert not [name for name in NAMES if f'"{name}",\n' not in text]
+
+
+@pytest.mark.slow
 def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     path = tmp_path / RULES
     path.write_bytes(msgspec.yaml.encode(rules(metrics=WHOLE)))

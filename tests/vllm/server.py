@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,13 @@ class Server(Started):
         *,
         tokens: int = 16,
         rank: int | None = None,
+        headers: Mapping[str, str] | None = None,
         **params: Any,
     ) -> tuple[list[int], int]:
         """Return the answer to a prompt, and how many of its tokens came from a cache.
 
-        ``rank`` selects the answering engine; ``params`` are kvladder's.
+        ``rank`` selects the answering engine; ``headers`` are additional ones; ``params`` are
+        kvladder's.
         """
         body = {
             "model": "MODEL",
@@ -101,8 +103,8 @@ class Server(Started):
             "cache_salt": salt,
             "kv_transfer_params": {"kvladder": params},
         }
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        answer = json.loads(self.get("v1/completions", body, **headers))
+        told = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer = json.loads(self.get("v1/completions", body, **told, **(headers or {})))
         cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         return answer["choices"][0]["token_ids"], cached
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
+from tests.kit.collector import Collector, Received, descendants
+from tests.otel.headers import PARENT, TRACE
 from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import FreshServer, Server
@@ -17,6 +20,12 @@ README = HERE.parents[1] / "README.md"
 TIME_TO_END = " --shutdown-timeout 30"
 PROMPT = random.Random(11).choices(range(3, 1000), k=700)
 HITS = (len(PROMPT) - 1) // BLOCK * BLOCK
+SPANS = ("lookup", "fetch", "read", "copy", "save")
+TRACED = {
+    "KVLADDER__OTEL": "true",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+}
 
 
 def block_of(text: str, begins: str) -> str:
@@ -29,18 +38,44 @@ def block_of(text: str, begins: str) -> str:
     raise AssertionError(f"the README has no {begins}")
 
 
-def serve(folder: Path, command: str, when: str) -> Server:
+def serve(folder: Path, command: str, when: str, *more: str, **env: str) -> Server:
     """Start a server in a folder with ``stack.yaml``, reduced to fit this machine."""
     kind = FreshServer if when == "commit" else Server
     return kind(
         folder,
         command,
+        *more,
         KVLADDER__ARENA__SIZE="64 MiB",
         KVLADDER__FETCH__DEADLINE="10 m",
         KVLADDER__TIERS__NVME__PATH=str(folder / "kv"),
         KVLADDER__TIERS__NVME__CAPACITY="64 MiB",
         KVLADDER__TIERS__NVME__WHEN=when,
+        **env,
     )
+
+
+def require_its_trace(collector: Collector, number: int) -> None:
+    """Check that a request's loads are in the trace that its HTTP header named."""
+    lookup, fetch, read, copy, save = (f"kvladder.{name}" for name in SPANS)
+
+    def below() -> list[Received]:
+        return descendants([*collector.spans], f"{PARENT + number:016x}")
+
+    wanted = {lookup, fetch, read, copy, save, "llm_request"}  # the last one is vLLM's
+    until(lambda: {span.name for span in below()} >= wanted)
+    found = below()
+    assert {span.trace for span in found} == {f"{TRACE + number:032x}"}
+    ids = {span.id: span.name for span in found}
+    parents = {(span.name, ids.get(span.parent, "the request")) for span in found}
+    assert parents >= {(lookup, "the request"), (fetch, lookup), (read, fetch), (copy, fetch)}
+    assert (save, "the request") in parents
+    (one,) = (span for span in found if span.name == lookup)
+    assert one.attributes["gen_ai.usage.cache_read.input_tokens"] == HITS
+    reads = [span.attributes for span in found if span.name == read]
+    assert {told["kvladder.level"] for told in reads} == {"nvme"}
+    assert sum(told["kvladder.block.found"] for told in reads) * BLOCK == HITS
+    (one,) = (span for span in found if span.name == "llm_request")
+    assert ids.get(one.parent) is None, "vLLM's own span is beside the lookup"
 
 
 def require_few_lines(server: Server) -> None:
@@ -72,9 +107,15 @@ def require_that_a_session_ends(server: Server) -> None:
     until(lambda: held() <= before)
 
 
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
 @pytest.mark.versions
 def test_the_readmes_command_finds_its_blocks_after_a_stop(
-    model: Path, tmp_path: Path, started: list[Server]
+    model: Path, tmp_path: Path, started: list[Server], collector: Collector
 ) -> None:
     """With both values of ``when``, side by side."""
     text = README.read_text()
@@ -98,12 +139,16 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
     for server in started:
         server.stop()
     hasty = command.replace(TIME_TO_END, "")
-    again = [serve(tmp_path / when, hasty, when) for when in ("commit", "evict")]
+    to = "--otlp-traces-endpoint", f"{collector.endpoint}/v1/traces"
+    again = [serve(tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")]
     started.extend(again)
     for server, expected, at_risk in zip(again, said, (0, 1), strict=True):
         server.ready()
         assert server.complete(PROMPT, "somebody else") == (expected, 0)
-        assert server.complete(PROMPT, "a tenant") == (expected, HITS)
+        headers = {"traceparent": f"00-{TRACE + at_risk:032x}-{PARENT + at_risk:016x}-01"}
+        told = server.complete(PROMPT, "a tenant", headers=headers)
+        assert told == (expected, HITS)
+        require_its_trace(collector, at_risk)
         # the last counters come with the step that ends the last copy, after the answer
         until(lambda: sum(server.counts("hit_blocks_total", "nvme")) * BLOCK == HITS)  # noqa: B023
         assert len(server.lines("has not passed on to nvme yet are lost")) == at_risk

@@ -20,6 +20,7 @@ from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
 from kvladder.tiers.codecs.chain import Chain, Find
 from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, SlotAccess, Write, all_plain
+from kvladder.tiers.spans import ReadTiming
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -117,6 +118,7 @@ class CodecPipeline:
             A codec cannot work as configured.
         """
         self._run, self._say = run, context.say
+        self._now = context.clock.now
         self._size = context.layout.block_bytes
         wall = context.clock.wall if self._tier.shared else None
         labels = Labels(context.namespace, self._size, verify=self._verify, wall=wall)
@@ -192,9 +194,15 @@ class CodecPipeline:
 
     # ---- up
 
-    async def get(self, reads: Sequence[LevelRead]) -> Sequence[bool | None]:
-        """Read blocks as ``Tier.get`` does; answer True only for blocks checked and decoded."""
+    async def get(
+        self, reads: Sequence[LevelRead], timing: ReadTiming | None = None
+    ) -> Sequence[bool | None]:
+        """Read blocks as ``Tier.get`` does; answer True only for blocks checked and decoded.
+
+        ``timing`` is filled in if it is given.
+        """
         found = list(checked("get", await self._tier.get(reads), len(reads)))
+        came_s = 0.0 if timing is None else self._now()
         if all(found) and not self._chain.secret and all_plain(reads, self.side.labels):
             return found  # the usual case with a tier that checks
         left: list[LevelRead] = []
@@ -206,6 +214,8 @@ class CodecPipeline:
                 left.append(read)
             elif outcome is not None and outcome is not Outcome.GOOD:
                 self.refused[outcome] += 1
+        if timing is not None:
+            timing.deliver(came_s, len(left))
         finished = await self._each(self._finish, left, Outcome.UNREADABLE)
         outcomes = dict(zip(left, finished, strict=True))
         for index, read in enumerate(reads):

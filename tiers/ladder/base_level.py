@@ -27,6 +27,7 @@ from kvladder.tiers.ladder.records.ghosts import GhostTable, entries_for
 from kvladder.tiers.ladder.records.index import LevelIndex, P
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import EVERYTHING
+from kvladder.tiers.spans import Tracer
 
 
 class Journal:
@@ -166,6 +167,8 @@ class Shared:
     """See ``TierContext.fields``."""
     listener: AccessListener | None = None
     """Hears what requests use; None if no part wants to."""
+    tracer: Tracer | None = None
+    """Begins spans of fetches and saves; None without tracing, and then nothing is timed for it."""
     requests: Iterator[int] = field(default_factory=lambda: count(1))
     """Numbers of saves and fetches, for eviction policies that are told which one brought a block.
     """

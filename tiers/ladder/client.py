@@ -20,6 +20,7 @@ from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.breaker import Breaker, State, contained
 from kvladder.tiers.ladder.definition import LevelDefinition
+from kvladder.tiers.spans import ReadTiming
 
 T = TypeVar("T")
 Threads = Callable[[str], Blocking]
@@ -55,6 +56,8 @@ class CallOutcome(NamedTuple):
     full: bool = False
     """True if it failed because the medium is full."""
     took_s: float = 0.0
+    error: str = ""
+    """Class of the failure, for traces; empty if the tier answered."""
 
     def add_to(self, durations: Histogram) -> None:
         """Count the duration, unless a breaker or abandoned calls kept the call from beginning."""
@@ -211,18 +214,26 @@ class TierClient:
 
     # ---- calls
 
-    async def get(self, blocks: Sequence[LevelRead], ended: Callable[[], None]) -> CallOutcome:
+    async def get(
+        self,
+        blocks: Sequence[LevelRead],
+        ended: Callable[[], None],
+        timing: ReadTiming | None = None,
+    ) -> CallOutcome:
         """Fill the blocks' slots, when a read may begin; see ``call``.
 
         ``ended`` runs under the lock once no call reads them any more, in every case, even late.
+        ``timing`` is filled in if it is given.
         """
         slots = [block.slot for block in blocks]
         get, answer = self.pipeline.get, CallOutcome(None)
         try:
             async with self._reads:
                 answer = CallOutcome(None, quiet=False)  # what holds if ``call`` is cancelled
+                if timing is not None:
+                    timing.begin(self._shared.clock.now())
                 answer = await self.call(
-                    "get", lambda: get(blocks), ended, slots=slots, expected=len(blocks)
+                    "get", lambda: get(blocks, timing), ended, slots=slots, expected=len(blocks)
                 )
         finally:
             if answer.quiet:
@@ -295,7 +306,7 @@ class TierClient:
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         begun_s = shared.clock.now()
         if self.crowded or self.absent or not breaker.begin(begun_s):
-            return CallOutcome(None)
+            return CallOutcome(None, error="unavailable")
         shared.arena.share(slots)
 
         async def calling() -> Results:
@@ -344,7 +355,7 @@ class TierClient:
         if left_behind:
             self._failed(kind, f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
-            return CallOutcome(None, quiet=False, took_s=timeout_s)
+            return CallOutcome(None, quiet=False, took_s=timeout_s, error="timeout")
         return self._answer(kind, task, shared.clock.now() - begun_s)
 
     def _tell(self, late: Callable[[], None]) -> None:
@@ -368,14 +379,14 @@ class TierClient:
     def _answer(self, kind: Kind, task: asyncio.Task[Results], took_s: float) -> CallOutcome:
         if task.cancelled():
             self._failed(kind, "the tier cancelled the call")
-            return CallOutcome(None, took_s=took_s)
+            return CallOutcome(None, took_s=took_s, error="cancelled")
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
         if error is None or (kind == "put" and isinstance(error, TierFull)):
             self.breakers[kind].success()
             return CallOutcome(None if error else task.result(), full=bool(error), took_s=took_s)
         self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
-        return CallOutcome(None, took_s=took_s)
+        return CallOutcome(None, took_s=took_s, error=type(error).__name__)
 
     def _failed(self, kind: Kind, why: str) -> None:
         if self._closing:

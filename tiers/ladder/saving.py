@@ -13,6 +13,7 @@ from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
+from kvladder.tiers.spans import SaveSpan
 from kvladder.units import counted
 
 
@@ -155,6 +156,7 @@ class Save:
         slots: list[Slot],
         floor: int,
         end: int,
+        span: SaveSpan | None = None,
     ) -> None:
         self._stack = stack
         self._unreleased = stack.shared.unreleased
@@ -167,6 +169,8 @@ class Save:
         """Position of the first block without room; the number of keys if there is none."""
         self.floor = floor
         """Lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
+        self.span = span
+        """Is told how the save ends; None without tracing."""
         self._open = True
 
     def __repr__(self) -> str:
@@ -178,12 +182,16 @@ class Save:
         if self._open:
             self._open = False
             self._stack.publish(self._keys, self.slots)
+            if self.span is not None:
+                self.span.ended(committed=True)
 
     def abort(self) -> None:
         """Free the slots after a copy that failed: no block becomes visible. Idempotent."""
         if self._open:
             self._open = False
             self._stack.abandon(self._keys, self.slots)
+            if self.span is not None:
+                self.span.ended(committed=False)
 
     def __del__(self) -> None:
         if self._open and self.slots:

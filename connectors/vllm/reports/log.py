@@ -59,6 +59,12 @@ def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
         )
     if getattr(vllm_config, "shutdown_timeout", None) == 0:
         found.append(lost_at_shutdown(config))
+    observes = getattr(vllm_config, "observability_config", None)
+    if config.otel.enabled and getattr(observes, "otlp_traces_endpoint", "") is None:
+        found.append(
+            "otel: vLLM drops the traceparent of requests without --otlp-traces-endpoint:"
+            " each request begins a trace of its own"
+        )
     for text in filter(None, found):
         logger.warning("%s", text)
 

@@ -13,6 +13,7 @@ from kvladder.connectors.vllm.requests.lookup import LookupState
 from kvladder.connectors.vllm.requests.reporting import report_of
 from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.keys import BlockKey
+from kvladder.manager import TraceHeaders
 from kvladder.notices import Notices
 from kvladder.schema import is_mapping
 
@@ -146,6 +147,10 @@ class Answers:
             first, end = (limit - lookup.unasked) // main.tokens, limit // main.tokens
             keys = state.keys(main, first, end)
             missed += self._connector.manager.missed(keys, levels=state.policy.tiers.load)
+        if state.lookup_span is not None:
+            prompt = state.request.num_prompt_tokens
+            state.lookup_span.ended(prompt, computed, found, missed)
+            state.lookup_span = None
         if state.policy.report and state.report is None:
             state.report = report_of(limit, computed, found, missed, block_tokens=main.tokens)
 
@@ -182,6 +187,7 @@ class Answers:
     def _hold(self, state: RequestState, own: int, *, behind: int = 0) -> Find:
         """Search for what follows the first ``own`` tokens, and pin it."""
         policy, manager = state.policy, self._connector.manager
+        trace = self._trace(state)
         find = Find(
             self._groups,
             state.keys,
@@ -191,6 +197,7 @@ class Answers:
                 salt=state.salt,
                 saves=saves,
                 session=policy.session,
+                trace=trace,
             ),
             lookup=lambda keys: manager.reach(keys, levels=policy.tiers.load),
             own=own,
@@ -200,6 +207,16 @@ class Answers:
         state.lookup.search(find)
         self._count(state)
         return find
+
+    def _trace(self, state: RequestState) -> TraceHeaders | None:
+        """Begin the span of a search, unless one is open; return the context of its fetches."""
+        tracer = self._connector.manager.tracer
+        if tracer is None:
+            return None
+        if state.lookup_span is None:
+            state.lookup_span = span = tracer.lookup(state.trace)
+            state.trace = state.trace or span.headers  # then its saves belong to this trace, too
+        return state.lookup_span.headers
 
     def _count(self, state: RequestState) -> None:
         lookup = state.lookup

@@ -16,6 +16,7 @@ from kvladder.connectors.vllm.requests.reporting import PrefillReport, report_of
 from kvladder.gpu.copy.copier import JobId
 from kvladder.hints.requests import RequestHints
 from kvladder.keys import BlockKey
+from kvladder.manager import LookupSpan, TraceHeaders
 from kvladder.policy.eviction import PRIORITY_MAX
 
 BESIDE: Final[Mapping[LookupState, tuple[str, str, str]]] = {
@@ -82,6 +83,11 @@ class RequestState:
     """True if nothing is loaded or saved for it any more: its blocks cannot be named."""
     begun: bool = False
     """True if it has, or had, blocks in vLLM's memory."""
+
+    trace: TraceHeaders | None = None
+    """Headers of its trace; None if it has none, or if the cache is not traced."""
+    lookup_span: LookupSpan | None = None
+    """The span of the search that is under way, if the cache is traced."""
 
     mark: Callable[[], int] = int
     """Returns the mark in all keys for the current weights; 0 for those at start."""

@@ -17,6 +17,7 @@ from kvladder.metrics import MissCause, Missed, MissReason
 from kvladder.policy.fetch_cost import AvoidedCompute, Patience
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.records.terms import ANYWHERE
+from kvladder.tiers.spans import FetchSpan
 from kvladder.units import counted
 
 
@@ -72,6 +73,8 @@ class Fetch:
 
     The first one says why the prefix ended. Empty until ``done``, and for a prefetch.
     """
+    span: FetchSpan | None = None
+    """Is told how the fetch goes; None without tracing."""
     _number = 0
     _end: tuple[int, MissCause] | None = None
     """Position at which the prefix ends, as far as is known, and why."""
@@ -255,6 +258,8 @@ class Fetch:
                 self.missed = self._stack.missed(self.keys, here, cause)
             slots = self._slots[here:]
             del self._slots[here:], self._sources[here:]
+        if self.span is not None:
+            self.span.answered(len(self.keys), self._sources, self.missed)
         if not slots:
             return
         rest = [pair for pair in zip(self.keys[here:], slots, strict=False) if pair[1] != NO_SLOT]

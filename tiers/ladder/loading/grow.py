@@ -132,8 +132,12 @@ class FetchGrower:
         try:
             while fetch.asking and asked < len(fetch.planned):
                 asked = len(fetch.planned)
-                await self._prober.ask(fetch.keys[asked:], fetch.salt)
+                begun_s = 0.0 if fetch.span is None else self._shared.clock.now()
+                failed = await self._prober.ask(fetch.keys[asked:], fetch.salt)
                 self._grow(fetch)
+                if fetch.span is not None:
+                    left, found = len(fetch.keys) - asked, len(fetch.planned) - asked
+                    fetch.span.probed(begun_s, left, found, failed)
         finally:
             with self._lock:
                 fetch.ask(asking=False)

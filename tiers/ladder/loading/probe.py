@@ -27,6 +27,8 @@ class Question:
     """True if everything was removed meanwhile."""
     removed: set[BlockKey] = field(default_factory=set[BlockKey])
     """Blocks that were removed meanwhile: they may be gone, whatever the answer says."""
+    failed: set[str] = field(default_factory=set[str])
+    """Names of the levels that were asked and gave no answer."""
 
     def void(self) -> None:
         """Note that everything was removed."""
@@ -82,21 +84,22 @@ class Prober:
         for question in self._questions.values():
             question.void()
 
-    async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
+    async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> Sequence[str]:
         """Ask how a prefix of a salt continues with ``keys``. The first one is not known.
 
-        After it the levels' indexes have what is there, up to the first block that is not.
+        After it the levels' indexes have what is there, up to the first block that is not. Returns
+        the names of the levels that gave no answer.
         """
         question = self._questions.get(keys[0])
         if question is not None:
             await question.answered.wait()
-            return
+            return sorted(question.failed)
         question, found = Question(), dict[BlockKey, Level]()
         with self._shared.lock:  # removals on other threads look through the questions
             self._questions[keys[0]] = question
             mark = self.pace.asked(1, self._shared.clock.now())
         try:
-            await self._find(keys, found, question.removed)
+            await self._find(keys, found, question)
         finally:
             try:
                 self._adopt(keys, salt, found, question)
@@ -105,9 +108,10 @@ class Prober:
                     self.pace.came(mark, 1, self._shared.clock.now(), found=True)
                     del self._questions[keys[0]]
                 question.answered.set()
+        return sorted(question.failed)
 
     async def _find(
-        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]
+        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], question: Question
     ) -> None:
         """Ask the levels, hottest first, batch by batch until one has a hole."""
         unique, unknown = list(dict.fromkeys(keys)), list[BlockKey]()
@@ -115,13 +119,13 @@ class Prober:
             with self._shared.lock:
                 new = [key for key in unique[start : start + STEP] if not self._known(key)]
                 leaving = (k for k in new if any(level.leaving(k) for level in self._levels))
-                removed.update(leaving)  # they may be gone when the answer is here
+                question.removed.update(leaving)  # they may be gone when the answer is here
             unknown += new
         step = min(level.tier.probe_max or level.tier.batch_max for level in self._levels)
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
             for level in self._levels:
-                answers = await self._answers(level, left)
+                answers = await self._answers(level, left, question)
                 found.update((key, level) for key, ok in zip(left, answers, strict=True) if ok)
                 left = [key for key in left if key not in found]
                 if not left:
@@ -129,12 +133,16 @@ class Prober:
             if left:
                 return
 
-    async def _answers(self, level: Level, keys: Sequence[BlockKey]) -> Sequence[bool]:
+    async def _answers(
+        self, level: Level, keys: Sequence[BlockKey], question: Question
+    ) -> Sequence[bool]:
         """Return whether a shared tier says that it has these; False without an answer in time."""
         results: Results | None = None
         if level.answers:
             results = (await level.client.contains(keys)).results
             level.stats.probed += len(keys)
+            if results is None:
+                question.failed.add(level.name)
         return [False] * len(keys) if results is None else [*map(bool, results)]
 
     def _adopt(

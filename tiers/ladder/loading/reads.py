@@ -12,6 +12,7 @@ from kvladder.lock import BATCH
 from kvladder.metrics import MissCause
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.fetch_cost import RequestTimestamp
+from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
@@ -28,6 +29,7 @@ from kvladder.tiers.ladder.loading.plan import MissingBlocks, among, source
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.records.meta import alike
 from kvladder.tiers.ladder.records.states import reachable
+from kvladder.tiers.spans import ReadTiming, TierRead
 
 
 class ReadBatch(NamedTuple):
@@ -37,6 +39,8 @@ class ReadBatch(NamedTuple):
     blocks: list[PendingRead]
     mark: RequestTimestamp
     """Time at which the blocks were asked for."""
+    is_retry: bool = False
+    """True if a level above did not deliver the blocks."""
 
 
 class BlockReader:
@@ -103,12 +107,14 @@ class BlockReader:
             assert are_new, "a block is on its way already"
         return len(slots), self._batches(batches)
 
-    def _batches(self, blocks: dict[Level, list[PendingRead]]) -> list[ReadBatch]:
+    def _batches(
+        self, blocks: dict[Level, list[PendingRead]], *, is_retry: bool = False
+    ) -> list[ReadBatch]:
         now_s, reads = self._shared.clock.now(), list[ReadBatch]()
         for level, own in blocks.items():
             mark, step = level.pace.asked(len(own), now_s), level.batch_max
             parts = [own[start : start + step] for start in range(0, len(own), step)]
-            reads += [ReadBatch(level, part, mark) for part in parts]
+            reads += [ReadBatch(level, part, mark, is_retry) for part in parts]
         return reads
 
     def start(self, *reads: ReadBatch) -> None:
@@ -118,22 +124,50 @@ class BlockReader:
 
     async def _bring(self, read: ReadBatch) -> None:
         """Read a batch, publish what came, and read the rest from levels further down."""
-        level, batch, mark = read
+        level, batch, mark, _ = read
         found: Sequence[bool] = [False] * len(batch)
+        timing = None if self._shared.tracer is None else ReadTiming(mark.at_s)
+        error = "cancelled"
         try:
-            answer = await level.client.get(batch, lambda: level.read_ended(batch))
+            answer = await level.client.get(batch, lambda: level.read_ended(batch), timing)
+            error = answer.error
             with self._lock:
                 found = level.came(batch, answer)
         finally:
+            if timing is not None:
+                self._trace(read, timing, found, error)
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
                 was_full, free = len(self.arrivals) >= self._max, self._shared.arena.free
-                reads = self._batches(self._land(level, batch, found))
+                reads = self._batches(self._land(level, batch, found), is_retry=True)
                 goes_on = self.arrivals or any(level.queued for level in self._levels)
                 # what came is pinned, so room comes from writes, which call ``wake`` themselves
                 if was_full or self._shared.arena.free > free or not goes_on:
                     self._landed()
         self.start(*reads)
+
+    def _trace(
+        self, read: ReadBatch, timing: ReadTiming, found: Sequence[bool], error: str
+    ) -> None:
+        """Tell the spans of the fetches that wait for a batch how its read went."""
+        level, batch, tracer = read.level, read.blocks, self._shared.tracer
+        with self._lock:
+            fetches = dict.fromkeys(fetch for one in batch for fetch, _ in one.waiters)
+        spans = [fetch.span for fetch in fetches if fetch.span is not None]
+        if tracer is None or not spans:
+            return
+        verdicts = (one.verdict[0] for one in batch)
+        told = TierRead(
+            level.name,
+            timing,
+            self._shared.clock.now(),
+            blocks=len(batch),
+            found=sum(map(bool, found)),
+            damaged=sum(one is not None and one is not Outcome.GOOD for one in verdicts),
+            error=error,
+            is_retry=read.is_retry,
+        )
+        tracer.read(spans, told)
 
     # ---- land
 

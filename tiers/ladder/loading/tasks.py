@@ -28,11 +28,11 @@ class LoadTasks:
         self._shared = shared
         self._stats = stats
         self._ended = ended
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self.closed = False
         """True from the first ``stop``: no task begins any more."""
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    def begin(self, work: Callable[[], Coroutine[Any, Any, object]], name: str) -> None:
         """Start a task, unless they were stopped."""
         if self.closed:
             return
@@ -40,7 +40,7 @@ class LoadTasks:
         self._tasks.add(task)
         task.add_done_callback(self._end)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stats.task_failures += 1

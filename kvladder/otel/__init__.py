@@ -1,0 +1,1 @@
+"""Spans of OpenTelemetry for fetches and saves, and where they go."""
