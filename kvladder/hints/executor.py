@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from threading import Lock
@@ -26,6 +27,7 @@ from kvladder.hints.protocol import (
     RetainHint,
     Scope,
     ShareHint,
+    content_of,
     order_of,
     read,
 )
@@ -46,11 +48,18 @@ SAVED_S = 30.0
 """Time during which an action about a finished request waits for the saves of its blocks."""
 OUT = "out"
 """Name of no level: where demoted blocks are forgotten."""
+POLL_S = 0.02
+"""Time between two looks at fetches in flight."""
 RETRY_MIN_S, RETRY_MAX_S = 0.01, 1.0
-"""Time between two attempts: doubled after each, as an engine polls in every step."""
+"""Time between two attempts about a finished request's blocks: doubled after each."""
 Move: TypeAlias = DemoteHint | ShareHint
-NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[BlockKey]]
-"""Returns the keys of the whole blocks of tokens under a salt."""
+NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]]
+"""Returns the keys of the whole blocks of tokens under a salt, by group of layers.
+
+Any thread may call it.
+"""
+POSTED = "\0posted"
+"""The caller of hints that come without a request. All that send such hints share message ids."""
 
 
 class OwnRequest(NamedTuple):
@@ -63,8 +72,8 @@ class OwnRequest(NamedTuple):
 class _Applied(NamedTuple):
     """A message that was applied."""
 
-    content: list[tuple[str, str]]
-    """Id and type of each of its actions."""
+    content: int
+    """Hash of its actions."""
     results: list[ActionResult]
 
 
@@ -96,32 +105,32 @@ class _Later:
     wait_s: float = RETRY_MIN_S
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Fetching:
     """A fetch for a hint, and what to do with the blocks once it is done."""
 
     message: tuple[str, str]
     begin: Callable[[], Fetch]
     then: Callable[[], object] | None
-    fetch: Fetch | None = field(default=None)
+    is_begun: bool = False
+    fetch: Fetch | None = None
 
 
 class HintExecutor:
     """Acts on the hints of one engine. It changes where blocks lie and how long, never a token.
 
-    No call waits for a tier. ``poll`` ends the fetches that hints began, and begins those that had
-    to wait; its owner calls it regularly. Calls may come from any thread.
-
-    Parameters
-    ----------
-    name_blocks:
-        Names the blocks of tokens as the engine does; None if the engine's names are not known
-        outside it, so that hints name sessions or keys.
+    No call waits for a tier. While fetches that hints began are in flight, the cache's loop looks
+    at them, ends those that are done, and begins those that had to wait. Calls may come from any
+    thread. A cache has one executor: see ``of``.
     """
 
-    def __init__(self, manager: CacheManager, name_blocks: NameBlocks | None = None) -> None:
+    def __init__(self, manager: CacheManager) -> None:
+        self.name_blocks: NameBlocks | None = None
+        """Names the blocks of tokens as the engine does; set by its connector.
+
+        None if the engine's names are not known outside it: then hints name sessions or keys.
+        """
         self._manager = manager
-        self._name_blocks = name_blocks
         self._commands = manager.commands
         self._lock = Lock()
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
@@ -130,7 +139,15 @@ class HintExecutor:
         self._later_s = inf
         """Loop time at which the first of these is tried again."""
         self._counts: Counter[tuple[str, Outcome]] = Counter()
+        self._is_polled = False
+        """True while the loop looks at what is in flight."""
+        self._is_closed = False
         manager.report("hints", self.counts)
+
+    @classmethod
+    def of(cls, manager: CacheManager) -> HintExecutor:
+        """Return the executor of a cache, made when first asked for; closed before the cache."""
+        return manager.guests.only(cls)
 
     def counts(self) -> dict[str, Any]:
         """Return how many actions had which outcome, by verb; plain data."""
@@ -150,13 +167,23 @@ class HintExecutor:
         sends it; ids of different callers never meet.
         """
         try:
-            envelope = read(hints)
+            return self.obey(hints, request=request, caller=caller)
         except RefusedHint as error:
-            return [self._count("", ActionResult("", "rejected", str(error)))]
+            return [ActionResult("", "rejected", str(error))]
+
+    def obey(
+        self, hints: object, *, request: OwnRequest | None = None, caller: str = ""
+    ) -> list[ActionResult]:
+        """Do as ``apply``, but raise ``RefusedHint`` for what is not an envelope at all."""
+        try:
+            envelope = read(hints)
+            content = content_of(envelope.actions)
+        except RefusedHint as error:
+            self._count("", ActionResult("", "rejected", str(error)))
+            raise
         message = (caller, envelope.message_id)
         with self._lock:
             known = self._results.get(message)
-        content = [(one.action_id, one.action_type) for one in envelope.actions]
         if known is not None:
             if known.content == content:
                 return known.results
@@ -185,6 +212,7 @@ class HintExecutor:
             self._later.append(one)
             self._later_s = now_s
         self._do_later()
+        self._watch()
 
     def _do_later(self) -> None:
         now_s = self._manager.ladder.clock.now()
@@ -237,7 +265,10 @@ class HintExecutor:
         return self._count(action.action_type, result._replace(action_id=action.action_id))
 
     def poll(self) -> None:
-        """End the fetches that are done, and begin those that waited for others."""
+        """End the fetches that are done, and begin those that waited for others.
+
+        The loop calls it while anything is in flight; others need not.
+        """
         self._do_later()
         with self._lock:
             ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
@@ -250,6 +281,8 @@ class HintExecutor:
         """Give up all fetches; may be called again."""
         with self._lock:
             fetching, self._fetching = self._fetching, []
+            self._later.clear()
+            self._is_closed = True
         for one in fetching:
             if one.fetch is not None:
                 one.fetch.release()
@@ -301,9 +334,9 @@ class HintExecutor:
             return _Scoped([keys], salt, is_prefix=False)
         if scope.tokens is None:
             return _Scoped([own.keys], salt, is_prefix=True)
-        if self._name_blocks is None:
+        if self.name_blocks is None:
             raise RefusedHint("this engine names blocks itself: expected a session or keys")
-        return _Scoped([self._name_blocks(scope.tokens, salt)], salt, is_prefix=True)
+        return _Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
         """Give the blocks a priority, within the operator's limits."""
@@ -403,21 +436,44 @@ class HintExecutor:
 
         one = _Fetching(message, begin, then)
         with self._lock:
-            if len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
+            if self._is_closed or len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
                 return None
             self._fetching.append(one)
         self._begin_waiting()
+        self._watch()
         return one.fetch is None
 
     def _begin_waiting(self) -> None:
         """Begin fetches, oldest first, while fewer than the limit are in flight."""
         while True:
             with self._lock:
-                waiting = [one for one in self._fetching if one.fetch is None]
+                waiting = [one for one in self._fetching if not one.is_begun]
                 if not waiting or len(self._fetching) - len(waiting) >= PREFETCHES_MAX:
                     return
                 one = waiting[0]
-                one.fetch = one.begin()
+                one.is_begun = True
+            fetch = one.begin()
+            with self._lock:
+                one.fetch = fetch
+                is_wanted = one in self._fetching
+            if not is_wanted:  # cancelled, or closed, meanwhile
+                fetch.release()
+
+    def _watch(self) -> None:
+        """Have the loop look at what is in flight, until nothing is."""
+        with self._lock:
+            if self._is_polled or self._is_closed or not (self._fetching or self._later):
+                return
+            self._is_polled = True
+        self._manager.post(self._look)
+
+    def _look(self) -> None:
+        self.poll()
+        with self._lock:
+            self._is_polled = not self._is_closed and bool(self._fetching or self._later)
+            again = self._is_polled
+        if again:
+            asyncio.get_running_loop().call_later(POLL_S, self._look)
 
     def _end(self, one: _Fetching) -> None:
         if one.then is not None:
@@ -460,3 +516,14 @@ def _outcome(moved: Moved) -> ActionResult:
 _REUSED = "the message id was used for other actions: expected a new one"
 _TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"
 _FULL = f"{WAITING_MAX} actions wait for their blocks: expected fewer at once"
+
+
+def apply_posted(manager: CacheManager, body: bytes) -> list[ActionResult]:
+    """Do what an envelope asks that came without a request; return an outcome for each action.
+
+    Raises
+    ------
+    RefusedHint
+        The body is no envelope; says which field is wrong.
+    """
+    return HintExecutor.of(manager).obey(body, caller=POSTED)
