@@ -70,6 +70,10 @@ class Sessions:
             self._add(session, run)
         self._make_room()
 
+    def begin_again(self, name: str) -> None:
+        """Let a session that has ended be used again, for engines that give names again."""
+        self._ended.pop(name, None)
+
     def brought(self, name: str | None, keys: Sequence[BlockKey]) -> None:
         """Record that a request brings in blocks that were in no level.
 

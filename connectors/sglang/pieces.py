@@ -12,6 +12,7 @@ import msgspec
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import POLL_S, BatchedFetch, CacheManager
+from kvladder.policy.sessions import LATER
 from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 4
@@ -69,7 +70,9 @@ def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
             # it has none. Otherwise several fetches could wait for slots that their own later
             # parts hold.
             while left and len(coming) < AT_ONCE and now() < end_s and _is_served(coming):
-                part = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
+                part = manager.fetch_paced(
+                    left[0], deadline_s=batch.deadline_s, salt=batch.salt, session=LATER
+                )
                 if coming and not part.ready and not part.held:
                     part.close()
                     break

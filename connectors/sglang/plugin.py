@@ -6,9 +6,12 @@ kvladder is attached.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 NAME = "kvladder"
+STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
 
 
 def register() -> None:
@@ -24,6 +27,16 @@ def register() -> None:
 
     if is_scheduler():
         watch.begin()
+        _begin_answers()
+
+
+def _begin_answers() -> None:
+    """Add outcomes of hints to answers; in a version of SGLang without these, do nothing."""
+    module, _, name = STREAMER.partition(":")
+    with suppress(ImportError, AttributeError):
+        from kvladder.connectors.sglang.hints import tell_in_answers
+
+        tell_in_answers(getattr(import_module(module), name))
 
 
 def _tree(context: Any) -> Any:

@@ -94,7 +94,7 @@ class _Scoped(NamedTuple):
 class _Later:
     """An action about blocks of a finished request, some of them not saved yet."""
 
-    order: Move
+    order: Order
     keys: Sequence[BlockKey]
     """Those for which it is not done yet."""
     salt: bytes
@@ -102,6 +102,8 @@ class _Later:
     """Loop time at which it is given up."""
     again_s: float
     """Loop time of the next attempt."""
+    since_s: float
+    """Loop time at which the request finished."""
     wait_s: float = RETRY_MIN_S
 
 
@@ -200,15 +202,15 @@ class HintExecutor:
                 self._results.popitem(last=False)
         return results
 
-    def later(self, order: Move, keys: Sequence[BlockKey], salt: str) -> None:
-        """Demote or share blocks of a finished request, each as soon as it is saved.
+    def later(self, order: Order, keys: Sequence[BlockKey], salt: str) -> None:
+        """Rank, demote or share blocks of a finished request, each as soon as it is saved.
 
         Done once for each block. Those that are not saved within ``SAVED_S`` are given up, and the
         oldest such action if too many wait.
         """
         now_s = self._manager.ladder.clock.now()
         with self._lock:
-            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s)
+            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s, now_s)
             self._later.append(one)
             self._later_s = now_s
         self._do_later()
@@ -223,13 +225,43 @@ class HintExecutor:
             self._later_s = inf
         for one in waiting:
             if one.again_s <= now_s:
-                one.keys = self._moves(one.order, one.keys, one.salt).left
+                one.keys = self._done_late(one).left
                 one.again_s = now_s + one.wait_s
                 one.wait_s = min(2 * one.wait_s, RETRY_MAX_S)
             if one.keys and now_s < one.until_s:
                 with self._lock:
                     self._later.append(one)
                     self._later_s = min(self._later_s, one.again_s)
+
+    def _done_late(self, one: _Later) -> Moved:
+        match one.order:
+            case PinHint():
+                return self._ranks(one.keys, one.salt, PRIORITY_MAX, one.order.ttl_s, one.since_s)
+            case RetainHint():
+                priority, ttl_s = one.order.priority, one.order.ttl_s
+                return self._ranks(one.keys, one.salt, priority, ttl_s, one.since_s)
+            case DemoteHint() | ShareHint():
+                return self._moves(one.order, one.keys, one.salt)
+            case PrefetchHint():  # the request has fetched its blocks itself
+                return Moved()
+
+    def _ranks(
+        self,
+        keys: Sequence[BlockKey],
+        salt: bytes,
+        priority: int,
+        ttl_s: float | None,
+        since_s: float,
+        *,
+        is_prefix: bool = True,
+    ) -> Moved:
+        """Give blocks a priority within the operator's limits, for a time that began before."""
+        (lower, within_s), _ = self.clipped(priority, ttl_s)
+        ends = within_s is not None and lower != PRIORITY_DEFAULT
+        until_s = since_s + (within_s or 0.0) if ends else inf
+        return self._commands.rank(
+            keys, salt, priority=lower, until_s=until_s, is_prefix=is_prefix
+        )
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory."""
@@ -340,15 +372,10 @@ class HintExecutor:
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
         """Give the blocks a priority, within the operator's limits."""
-        (lower, within_s), clipped = self.clipped(priority, ttl_s)
-        until_s = inf if within_s is None else self._manager.ladder.clock.now() + within_s
-        moved = self._commands.rank(
-            scope.keys,
-            self._digest(scope.salt),
-            priority=lower,
-            until_s=until_s if lower != PRIORITY_DEFAULT else inf,
-            is_prefix=scope.is_prefix,
-        )
+        _, clipped = self.clipped(priority, ttl_s)
+        now_s, salt = self._manager.ladder.clock.now(), self._digest(scope.salt)
+        keys, is_prefix = scope.keys, scope.is_prefix
+        moved = self._ranks(keys, salt, priority, ttl_s, now_s, is_prefix=is_prefix)
         if not moved.done:
             return ActionResult("", "missing", "no level holds these blocks")
         if clipped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvladder.hints.executor import HintExecutor, Move, OwnRequest
+from kvladder.hints.executor import HintExecutor, OwnRequest
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
@@ -37,7 +37,7 @@ class RequestHints:
     results: list[ActionResult] = field(default_factory=list[ActionResult])
     ranked: tuple[int, float | None] | None = None
     """Priority of its blocks and its duration in seconds, None for good; None if not ranked."""
-    waiting: list[Move] = field(default_factory=list[Move])
+    waiting: list[Order] = field(default_factory=list[Order])
     """Orders about its own blocks, for when it has finished."""
 
     def finish(self, executor: HintExecutor, runs: Sequence[Sequence[BlockKey]], salt: str) -> None:
@@ -51,8 +51,14 @@ class RequestHints:
         self.waiting = []
 
 
-def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
-    """Do what the hints of a request ask at its start; never raises for what they contain."""
+def begin(
+    executor: HintExecutor, hints: object, *, salt: str, ranks_saves: bool = True
+) -> RequestHints:
+    """Do what the hints of a request ask at its start; never raises for what they contain.
+
+    ``ranks_saves`` is False if the engine cannot save its blocks with a time limit for their
+    priority, or does not save blocks again that are held: they are then ranked at its end, too.
+    """
     found = RequestHints()
     try:
         envelope = read(hints)
@@ -71,6 +77,8 @@ def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
     results = iter(done)
     for action, order in both:
         own = None if order is None else _own(executor, found, action, order)
+        if order is not None and not ranks_saves and isinstance(order, PinHint | RetainHint):
+            found.waiting.append(order)
         found.results.append(next(results) if own is None else own)
     return found
 
