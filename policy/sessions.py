@@ -99,8 +99,8 @@ class Sessions:
 
     def saved(self, name: str | None, keys: Sequence[BlockKey], new: Sequence[BlockKey]) -> None:
         """Record that a request saves ``keys``; those that are ``new`` were in no level."""
-        if name is None and not self._owners:
-            return  # no session is involved, as in most caches
+        if name == LATER or (name is None and not self._owners):
+            return  # no session is involved, as in most caches, or the caller names it later
         self.met(name, keys)
         self.brought(name, new)
 

@@ -117,7 +117,8 @@ def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     now = SystemClock().now
     end_s, keys = now() + batch.within_s, batch.names
     said = None if batch.priority is None else [batch.priority] * len(keys)
-    paced = manager.save_paced(keys, priorities=said, salt=batch.salt, group=batch.group)
+    told = {"salt": batch.salt, "group": batch.group, "session": LATER}
+    paced = manager.save_paced(keys, priorities=said, **told)
     try:
         paced.wait()
         while not paced.over and now() < end_s:
