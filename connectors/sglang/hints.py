@@ -7,11 +7,13 @@ ids, by which hints name the pages of a session's last finished request.
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any, Final
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -22,6 +24,10 @@ from kvladder.hints import HintExecutor
 from kvladder.hints.requests import RequestHints, begin
 from kvladder.keys import BlockKey
 
+logger = logging.getLogger("kvladder.sglang")
+
+STREAMER: Final = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
+"""SGLang's class of answers."""
 STATE: Final = "kvladder_state"
 """Name of the attribute of a request of SGLang's that has its state here."""
 
@@ -122,6 +128,20 @@ def notes_of(request: Any) -> RequestNotes | None:
     """Return what is noted of a request; None if it has no hints and no session."""
     found: RequestNotes | None = getattr(request, STATE, None)
     return found
+
+
+def begin_answers() -> None:
+    """Let SGLang's answers have the outcomes of hints; warn if this version has other answers."""
+    module, _, name = STREAMER.partition(":")
+    try:
+        streamer: Any = getattr(import_module(module), name)
+        told = streamer.get_cached_tokens_details
+    except (ImportError, AttributeError):
+        what = "so the outcomes of hints are only in kvladder's counters"
+        logger.warning("this version of SGLang has no %s.get_cached_tokens_details, %s", name, what)
+        return
+    if not hasattr(told, "__wrapped__"):
+        tell_in_answers(streamer)
 
 
 def tell_in_answers(streamer: Any) -> None:

@@ -6,12 +6,9 @@ kvladder is attached.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 NAME = "kvladder"
-STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
 
 
 def register() -> None:
@@ -27,21 +24,13 @@ def register() -> None:
 
     if is_scheduler():
         watch.begin()
-        _begin_answers()
-
-
-def _begin_answers() -> None:
-    """Add outcomes of hints to answers; in a version of SGLang without these, do nothing."""
-    module, _, name = STREAMER.partition(":")
-    with suppress(ImportError, AttributeError):
-        from kvladder.connectors.sglang.hints import tell_in_answers
-
-        tell_in_answers(getattr(import_module(module), name))
 
 
 def _tree(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+    from kvladder.connectors.sglang.hints import begin_answers
     from kvladder.connectors.sglang.tree import KVLadderRadixCache
 
+    begin_answers()
     return create_unified_radix_cache(context, cache_class=KVLadderRadixCache)

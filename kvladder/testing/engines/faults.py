@@ -14,6 +14,7 @@ from kvladder.arena import Arena
 from kvladder.gpu.copy.copier import CopyJob, Direction, ThreadedCopier
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeStore, FakeTier, Hang
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.tiers.context import TierContext
 
 HELD_S = 0.001
@@ -103,19 +104,30 @@ class ColdTier(FakeTier):
         await super().open(context)
 
 
+class SharedColdTier(ColdTier, SharedFakeTier):
+    """The same tier, shared by engines."""
+
+
 class Cold:
     """The cold tier of a test: its medium, its faults, and the class to register as a type."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
         self.store = FakeStore()
         self.opened: list[tuple[ColdTier, asyncio.AbstractEventLoop]] = []
         """The tiers that were opened, each with its loop."""
-        self.tier_class: type[ColdTier] = type("OneColdTier", (ColdTier,), {"cold": self})
+        base = SharedColdTier if is_shared else ColdTier
+        told = {"cold": self, "removable": staticmethod(lambda _: True)}
+        self.tier_class: type[ColdTier] = type("OneColdTier", (base,), told)
 
     @property
     def keys(self) -> set[BlockKey]:
         """Keys of the blocks on the medium."""
         return {record.key for space in self.store.spaces.values() for record in space.values()}
+
+    @property
+    def reads(self) -> int:
+        """Number of blocks that reads have asked for."""
+        return sum(sum(tier.batches("get")) for tier, _ in self.opened)
 
     def damage(self, keys: set[BlockKey]) -> None:
         """Damage the bytes that reads of these blocks return."""
