@@ -120,8 +120,9 @@ class TreeHints:
 
     @staticmethod
     def _runs(storage: KVLadderStorage, key: Any) -> list[list[BlockKey]]:
-        digests = get_storage_hash_str(key, None, storage.page) if len(key) else []
-        return storage.runs([digests] if isinstance(digests, str) else digests)
+        whole = len(key) // storage.page
+        digests = get_storage_hash_str(key, None, storage.page) if whole else []
+        return storage.runs(digests[:whole])  # SGLang names the rest of a prompt, too
 
 
 def notes_of(request: Any) -> RequestNotes | None:

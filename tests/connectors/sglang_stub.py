@@ -187,10 +187,10 @@ class RadixKey:
 
 
 def get_storage_hash_str(key, prior_hash=None, page_size=None):
-    """Return the digest of each whole page."""
+    """Return the digest of each page, and of the rest behind the last whole one."""
     assert prior_hash is None
     last, found = hashlib.sha256(repr((key.extra_key, key.cache_salt)).encode()).digest(), []
-    for at in range(0, len(key) - page_size + 1, page_size):
+    for at in range(0, len(key), page_size):
         page = b"".join(one.to_bytes(4, "little") for one in key.token_ids[at : at + page_size])
         last = hashlib.sha256(last + page).digest()
         found.append(last.hex())

@@ -200,7 +200,7 @@ class AnyRequest(Sound):
 
 
 class Base(HintTests):
-    patience_s = 5.0
+    patience_s = 1.0
     engine_class = Sound
 
     @pytest.fixture
