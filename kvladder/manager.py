@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 from kvladder.arena import Arena
 from kvladder.errors import ClosedError
 from kvladder.events import Event
-from kvladder.guests import Closing as Closing
-from kvladder.guests import Guests
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
@@ -25,6 +23,8 @@ from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
+from kvladder.tiers.guests import Closing as Closing
+from kvladder.tiers.guests import Guests
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S

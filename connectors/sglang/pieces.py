@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -117,7 +117,7 @@ def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     now = SystemClock().now
     end_s, keys = now() + batch.within_s, batch.names
     said = None if batch.priority is None else [batch.priority] * len(keys)
-    told = {"salt": batch.salt, "group": batch.group, "session": LATER}
+    told: dict[str, Any] = {"salt": batch.salt, "group": batch.group, "session": LATER}
     paced = manager.save_paced(keys, priorities=said, **told)
     try:
         paced.wait()

@@ -259,9 +259,7 @@ class HintExecutor:
         (lower, within_s), _ = self.clipped(priority, ttl_s)
         ends = within_s is not None and lower != PRIORITY_DEFAULT
         until_s = since_s + (within_s or 0.0) if ends else inf
-        return self._commands.rank(
-            keys, salt, priority=lower, until_s=until_s, is_prefix=is_prefix
-        )
+        return self._commands.rank(keys, salt, priority=lower, until_s=until_s, is_prefix=is_prefix)
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory."""

@@ -107,9 +107,7 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        Streamer, "get_cached_tokens_details", Streamer.get_cached_tokens_details
-    )
+    monkeypatch.setattr(Streamer, "get_cached_tokens_details", Streamer.get_cached_tokens_details)
     tell_in_answers(Streamer)
     made = Engine()
     yield made

@@ -43,7 +43,7 @@ class PromptNames:
 
     @cached_property
     def _hashes(self) -> Callable[[Any], list[bytes]]:
-        """vLLM's own function of a request's hashes."""
+        """Function of vLLM that returns the hashes of a request."""
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 

@@ -89,7 +89,7 @@ class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ColdTier(FakeTier):
-    """A durable tier of one test; ``Cold.tier_class`` is the subclass that a stack opens."""
+    """A tier of one test, durable unless engines share it; ``Cold.tier_class`` is the subclass that a stack opens."""
 
     Options: ClassVar = NoOptions
     cold: ClassVar[Cold]
@@ -97,7 +97,7 @@ class ColdTier(FakeTier):
 
     def __init__(self, options: NoOptions) -> None:
         del options
-        super().__init__(store=self.cold.store, durable=True)
+        super().__init__(store=self.cold.store, durable=not self.shared)
 
     async def open(self, context: TierContext) -> None:
         self.cold.opened.append((self, asyncio.get_running_loop()))

@@ -102,7 +102,11 @@ class OpenedHinted:
         slot_bytes = align(self._limits.block_bytes)
         tiers: list[dict[str, Any]] = [{"name": "host", "type": "host", "min_priority": 0}]
         for kind in below:
-            level = {"name": "cold" if kind == COLD else "shared", "type": kind, "when": "commit"}
+            level: dict[str, Any] = {
+                "name": "cold" if kind == COLD else "shared",
+                "type": kind,
+                "when": "commit",
+            }
             level |= {"capacity": f"{128 * slot_bytes} B", "min_priority": 0, "timeout": "1 h"}
             if kind == SHARED:
                 level |= {"when": "evict"}
@@ -421,4 +425,3 @@ class HintTests(HintFixtures):
             results = alone.serve(2, {"do": "demote", "to": "out", **named}, salt="two").results
             assert [one.outcome for one in results] == ["rejected"]
             assert alone.serve(1, salt="one").loaded == BLOCKS
-
