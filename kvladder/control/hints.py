@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, Final
@@ -43,7 +43,7 @@ class Allowance:
         return max(0.0, -self._left_s / SHARE)
 
     @contextmanager
-    def spending(self) -> Iterator[None]:
+    def spending(self) -> Generator[None]:
         """Take the processor time of the block from what is left; it may become a debt."""
         begun_s = self._busy()
         try:

@@ -35,6 +35,7 @@ from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.fetch_cost import ANYTHING
+from kvladder.policy.tenants import NO_LIMITS
 from kvladder.tiers.ladder.commands import Moved
 from kvladder.units import counted
 
@@ -141,6 +142,8 @@ class HintExecutor:
         self._later_s = inf
         """Loop time at which the first of these is tried again."""
         self._counts: Counter[tuple[str, Outcome]] = Counter()
+        self._digested = "", salt_digest(manager.namespace, "")
+        """The last salt, with its digest."""
         self._is_polled = False
         """True while the loop looks at what is in flight."""
         self._is_closed = False
@@ -236,10 +239,11 @@ class HintExecutor:
     def _done_late(self, one: _Later) -> Moved:
         match one.order:
             case PinHint():
-                return self._ranks(one.keys, one.salt, PRIORITY_MAX, one.order.ttl_s, one.since_s)
+                (lower, within_s), _ = self.clipped(PRIORITY_MAX, one.order.ttl_s)
+                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
             case RetainHint():
-                priority, ttl_s = one.order.priority, one.order.ttl_s
-                return self._ranks(one.keys, one.salt, priority, ttl_s, one.since_s)
+                (lower, within_s), _ = self.clipped(one.order.priority, one.order.ttl_s)
+                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
             case DemoteHint() | ShareHint():
                 return self._moves(one.order, one.keys, one.salt)
             case PrefetchHint():  # the request has fetched its blocks itself
@@ -255,11 +259,11 @@ class HintExecutor:
         *,
         is_prefix: bool = True,
     ) -> Moved:
-        """Give blocks a priority within the operator's limits, for a time that began before."""
-        (lower, within_s), _ = self.clipped(priority, ttl_s)
-        ends = within_s is not None and lower != PRIORITY_DEFAULT
-        until_s = since_s + (within_s or 0.0) if ends else inf
-        return self._commands.rank(keys, salt, priority=lower, until_s=until_s, is_prefix=is_prefix)
+        """Give blocks a priority, for a time that began before."""
+        until_s = inf if ttl_s is None or priority == PRIORITY_DEFAULT else since_s + ttl_s
+        return self._commands.rank(
+            keys, salt, priority=priority, until_s=until_s, is_prefix=is_prefix
+        )
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory."""
@@ -274,6 +278,8 @@ class HintExecutor:
 
         The text is empty if they are as asked for.
         """
+        if self._manager.limits is NO_LIMITS:
+            return (priority, ttl_s), ""
         (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
         lasting = "" if within_s is None else f" for {within_s:g} s"
         clipped = f"priority {lower}{lasting}" if count else ""
@@ -370,10 +376,9 @@ class HintExecutor:
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
         """Give the blocks a priority, within the operator's limits."""
-        _, clipped = self.clipped(priority, ttl_s)
+        (lower, within_s), clipped = self.clipped(priority, ttl_s)
         now_s, salt = self._manager.ladder.clock.now(), self._digest(scope.salt)
-        keys, is_prefix = scope.keys, scope.is_prefix
-        moved = self._ranks(keys, salt, priority, ttl_s, now_s, is_prefix=is_prefix)
+        moved = self._ranks(scope.keys, salt, lower, within_s, now_s, is_prefix=scope.is_prefix)
         if not moved.done:
             return ActionResult("", "missing", "no level holds these blocks")
         if clipped:
@@ -509,7 +514,10 @@ class HintExecutor:
     # ---- outcomes
 
     def _digest(self, salt: str) -> bytes:
-        return salt_digest(self._manager.namespace, salt)
+        known = self._digested
+        if known[0] != salt:
+            known = self._digested = salt, salt_digest(self._manager.namespace, salt)
+        return known[1]
 
     def _rejected(self, action: HintAction, why: str) -> ActionResult:
         return self._count(action.action_type, ActionResult(action.action_id, "rejected", why))

@@ -155,7 +155,9 @@ def test_a_long_prompt_fits_into_one_envelope(cache, port):
 
 def test_without_a_token_only_the_socket_takes_hints(tmp_path):
     with open_cache(settings(tmp_path, token=""), layout=LAYOUT):
-        status, told = hinted(port_of(tmp_path), envelope("pin", ttl_s=1), JSON)
+        port = port_of(tmp_path)
+        assert port is not None
+        status, told = hinted(port, envelope("pin", ttl_s=1), JSON)
     assert (status, "no token is configured" in told["error"]) == (403, True)
 
 

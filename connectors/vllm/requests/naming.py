@@ -42,14 +42,14 @@ class PromptNames:
         return [*state.read(self._groups.aligned(len(tokens)))]
 
     @cached_property
-    def _hashes(self) -> Callable[[Any], list[bytes]]:
+    def _hashes(self) -> Callable[[Any], Sequence[bytes]]:
         """Function of vLLM that returns the hashes of a request."""
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
         main = self._groups.main
         function = get_hash_fn_by_name(self._vllm_config.cache_config.prefix_caching_hash_algo)
-        hasher: Callable[[Any], list[bytes]] = get_request_block_hasher(
+        hasher: Callable[[Any], Sequence[bytes]] = get_request_block_hasher(
             main.tokens // main.hashes, function
         )
         return hasher

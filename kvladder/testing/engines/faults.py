@@ -89,7 +89,10 @@ class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ColdTier(FakeTier):
-    """A tier of one test, durable unless engines share it; ``Cold.tier_class`` is the subclass that a stack opens."""
+    """A tier of one test, durable unless engines share it.
+
+    ``Cold.tier_class`` is the subclass that a stack opens.
+    """
 
     Options: ClassVar = NoOptions
     cold: ClassVar[Cold]
@@ -105,7 +108,11 @@ class ColdTier(FakeTier):
 
 
 class SharedColdTier(ColdTier, SharedFakeTier):
-    """The same tier, shared by engines."""
+    """The same tier, shared by engines; each may remove any block."""
+
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(options)
+        self.removable = lambda _: True
 
 
 class Cold:
@@ -115,9 +122,8 @@ class Cold:
         self.store = FakeStore()
         self.opened: list[tuple[ColdTier, asyncio.AbstractEventLoop]] = []
         """The tiers that were opened, each with its loop."""
-        base = SharedColdTier if is_shared else ColdTier
-        told = {"cold": self, "removable": staticmethod(lambda _: True)}
-        self.tier_class: type[ColdTier] = type("OneColdTier", (base,), told)
+        bases = (SharedColdTier,) if is_shared else (ColdTier,)
+        self.tier_class: type[ColdTier] = type("OneColdTier", bases, {"cold": self})
 
     @property
     def keys(self) -> set[BlockKey]:
