@@ -204,3 +204,46 @@ class TestSglang(HintTests):
     @pytest.fixture
     def make(self) -> MakeHinted:
         return SglangHinted
+
+
+class TransformersHinted(HintedEngine):
+    """A tiny Llama whose prompts begin with stored prefixes."""
+
+    def __init__(self, stack: Mapping[str, Any]) -> None:
+        from kvladder.connectors.transformers import Prefixes
+        from tests.connectors.test_transformers import make_model
+
+        self._model = make_model()
+        self._prefixes = Prefixes(self._model, stack, block_tokens=16)
+
+    @property
+    def manager(self) -> CacheManager:
+        return self._prefixes.manager
+
+    def serve(
+        self, tokens: Sequence[int], *, salt: str = "", hints: Mapping[str, Any] | None = None
+    ) -> Served:
+        prompt = [*tokens, 1]
+        cache = self._prefixes.begin(prompt, salt=salt, hints=hints)
+        loaded = cache.get_seq_length()
+        assert sum(cache.served_from.values()) == loaded
+        with torch.inference_mode():
+            said = self._model(torch.tensor([prompt[loaded:]]), past_key_values=cache).logits[0, -1]
+            right = self._model(torch.tensor([prompt])).logits[0, -1]
+        assert torch.allclose(said, right, atol=1e-4), "wrong bytes in the prefix"
+        self._prefixes.keep(cache, prompt, salt=salt)
+        until(self.manager.idle)
+        return Served(loaded // 16, () if cache.hints is None else cache.hints.results)
+
+    def close(self) -> None:
+        self._prefixes.close()
+
+
+class TestTransformers(HintTests):
+    patience_s = PATIENCE_S
+    block_bytes = 16 * 3 * 2 * 2 * 16 * 4
+
+    @pytest.fixture
+    def make(self) -> MakeHinted:
+        pytest.importorskip("transformers")
+        return TransformersHinted

@@ -251,7 +251,8 @@ def test_each_broken_rule_is_found(
     path = pytester.makepyfile(BROKEN)
     wanted = [f"{path.name}::Test{name}::test_{test}" for name, test in FINDS.items()]
     options = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "-q", "-rfE")
-    result = pytester.runpytest_subprocess(*options, f"{path.name}::TestSound", *wanted)
+    sound = [f"{path.name}::TestSound::test_{test}" for test in FINDS.values()]
+    result = pytester.runpytest_subprocess(*options, *sound, *wanted)
     lines = result.outlines
     bad = {line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith("FAILED ")}
     assert bad == set(wanted), "\n".join(lines)
