@@ -13,6 +13,7 @@ from kvladder.connectors.base import Connector, StartedSave
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
+from kvladder.hints import HintExecutor
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.manager import CacheManager
 
@@ -47,6 +48,7 @@ class InlineConnector(Connector):
             raise LayoutError(what, hint=f"expected {manager.layout.block_bytes}")
         self._keys = KeyScheme(manager.namespace, block_tokens=manager.layout.block_tokens)
         self._copier: Copier = copier_for(pages, manager.arena)
+        HintExecutor.of(manager).name_blocks = lambda tokens, salt: [self.keys(tokens, salt=salt)]
 
     def keys(self, tokens: Sequence[int], *, salt: str = "", lora: str = "") -> list[BlockKey]:
         """Return the keys of a prompt's whole blocks; see :meth:`KeyScheme.chain`."""

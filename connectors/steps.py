@@ -19,16 +19,13 @@ class StepConnector(Connector):
         self._ended: list[Finished] = []
         self.rising = PrefetchSet()
         """Prefetches for requests that have not arrived yet."""
-        self._hints: HintExecutor | None = None
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
         """Bytes and seconds copied out of the engine's KV cache (offload) and into it (onboard)."""
 
     @property
     def hints(self) -> HintExecutor:
-        """Return the executor of hints; made when first asked for, as most engines get none."""
-        if self._hints is None:
-            self._hints = HintExecutor(self.manager)
-        return self._hints
+        """The executor of hints; made when first asked for, as most engines get none."""
+        return HintExecutor.of(self.manager)
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
@@ -109,11 +106,7 @@ class StepConnector(Connector):
     def _settle(self) -> None:
         """Release the fetches for later requests that are done."""
         self.rising.settle()
-        if self._hints is not None:
-            self._hints.poll()
 
     def close(self) -> None:
         self.rising.close()
-        if self._hints is not None:
-            self._hints.close()
         super().close()

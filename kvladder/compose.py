@@ -16,10 +16,12 @@ from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.answers import CacheAnswers
 from kvladder.control.guard import Guard
+from kvladder.control.hints import Allowance, HintAnswers
 from kvladder.control.ports import BoundPort
 from kvladder.control.server import ControlServer
 from kvladder.control.sockets import BoundSocket, socket_path
 from kvladder.errors import ConfigError
+from kvladder.hints.executor import apply_posted
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
@@ -194,8 +196,10 @@ def _serve_http(
         "levels": [{"name": one.name, "type": one.type} for one in config.tiers],
     }
     guard = Guard(config.http.secret, config.http.hosts)
-    answers = CacheAnswers(manager, runtime, notices.recent, exposed, facts, stack.shared.clock.now)
-    server = ControlServer(answers, notices.say)
+    clock = SystemClock()
+    hints = HintAnswers(partial(apply_posted, manager), Allowance(clock.now, clock.cpu))
+    answers = CacheAnswers(manager, runtime, notices.recent, exposed, facts, clock.now, hints)
+    server = ControlServer(answers, notices.say, answers.bytes_max)
     answers.listens = lambda: server.names
     manager.admit(server)
     server.prepare(stack.lock.be_patient)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvladder.arena import Arena
 from kvladder.errors import ClosedError
@@ -23,6 +23,8 @@ from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
+from kvladder.tiers.guests import Closing as Closing
+from kvladder.tiers.guests import Guests
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S
@@ -53,14 +55,6 @@ SET_MAX = BATCH
 """Largest number of blocks in one ``fetch_set``."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """Time limit of closing after the flush. All levels close at once, each with its own time limit."""
-
-
-class Closing(Protocol):
-    """Something that is closed together with a manager."""
-
-    def close(self) -> None:
-        """Close it."""
-        ...
 
 
 class Lookup(NamedTuple):
@@ -100,6 +94,8 @@ class CacheManager:
         """The levels, as pools, publishers and connectors use them."""
         self._stack = stack
         self._portal = portal
+        self.post = portal.post
+        """Calls a function on the loop thread, soon; from any thread."""
         self._fetch_deadline_s = fetch_deadline_s
         self.kinds = kinds
         """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
@@ -116,7 +112,8 @@ class CacheManager:
         lost = self._unreleased = stack.shared.unreleased
         self._fetches = SlotAdmission(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
         self._saves = SlotAdmission(1, self._clock, lost)
-        self._guests: list[Closing] = []
+        self.guests = Guests(self)
+        """What is closed before the cache."""
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self._described: list[Callable[[], Sequence[str]]] = []
         self.sessions = Sessions()
@@ -547,7 +544,7 @@ class CacheManager:
 
     def admit(self, guest: Closing) -> None:
         """Register ``guest``, which uses this cache, to be closed before it."""
-        self._guests.append(guest)
+        self.guests.admit(guest)
 
     def report(
         self,
@@ -576,8 +573,7 @@ class CacheManager:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        for guest in self._guests:
-            guest.close()
+        self.guests.close()
         self._unreleased.close(*self._stack.held())
         flush_s = FLUSH_TIMEOUT_S if timeout_s is None else timeout_s
         try:

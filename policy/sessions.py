@@ -19,10 +19,9 @@ LATER: Final = "\0later"
 
 @dataclass(slots=True)
 class _Session:
-    runs: Sequence[Sequence[BlockKey]] | None = None
-    """Blocks that the next request begins with, by group of layers: those of the last finished
-    request. None before the first one has finished."""
-    salt: str = ""
+    last: tuple[Sequence[Sequence[BlockKey]], str] | None = None
+    """Blocks that the next request begins with, by group of layers, and their salt: those of the
+    last finished request. None before the first one has finished."""
     keys: dict[BlockKey, None] = field(default_factory=dict[BlockKey, None])
     """Blocks of all requests, in the order in which they came."""
 
@@ -33,9 +32,9 @@ class Sessions:
     A session owns the blocks that its requests brought in, until a request of another session, or
     of none, uses one of them. The end of a session gives up the blocks that it owns and no others.
 
-    Pure and synchronous. One thread names sessions; any thread may call ``met``. A session begins
-    with its first use. A session that was forgotten to make room has not ended: it begins again
-    with its next use, and owns no blocks that it brought in before.
+    Pure and synchronous. One thread names sessions; any thread may call ``met`` and ``last``. A
+    session begins with its first use. A session that was forgotten to make room has not ended: it
+    begins again with its next use, and owns no blocks that it brought in before.
     """
 
     def __init__(self, *, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
@@ -65,11 +64,15 @@ class Sessions:
         """
         self.require_open(name)
         session = self._begun(name)
-        session.runs, session.salt = runs, salt
+        session.last = runs, salt
         for run in runs:
             self.met(name, run)
             self._add(session, run)
         self._make_room()
+
+    def begin_again(self, name: str) -> None:
+        """Let a session that has ended be used again, for engines that give names again."""
+        self._ended.pop(name, None)
 
     def brought(self, name: str | None, keys: Sequence[BlockKey]) -> None:
         """Record that a request brings in blocks that were in no level.
@@ -96,8 +99,8 @@ class Sessions:
 
     def saved(self, name: str | None, keys: Sequence[BlockKey], new: Sequence[BlockKey]) -> None:
         """Record that a request saves ``keys``; those that are ``new`` were in no level."""
-        if name is None and not self._owners:
-            return  # no session is involved, as in most caches
+        if name == LATER or (name is None and not self._owners):
+            return  # no session is involved, as in most caches, or the caller names it later
         self.met(name, keys)
         self.brought(name, new)
 
@@ -111,9 +114,9 @@ class Sessions:
         """
         self.require_open(name)
         session = self._sessions.get(name)
-        if session is None or session.runs is None:
+        if session is None or session.last is None:
             raise ValueError(f"session {name!r} is not known: expected one with a finished request")
-        return session.runs, session.salt
+        return session.last
 
     def owned(self, name: str) -> list[BlockKey]:
         """Return the blocks that the session brought in and no other request has used since.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import POLL_S, BatchedFetch, CacheManager
+from kvladder.policy.sessions import LATER
 from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 4
@@ -69,7 +70,9 @@ def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
             # it has none. Otherwise several fetches could wait for slots that their own later
             # parts hold.
             while left and len(coming) < AT_ONCE and now() < end_s and _is_served(coming):
-                part = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
+                part = manager.fetch_paced(
+                    left[0], deadline_s=batch.deadline_s, salt=batch.salt, session=LATER
+                )
                 if coming and not part.ready and not part.held:
                     part.close()
                     break
@@ -114,7 +117,8 @@ def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     now = SystemClock().now
     end_s, keys = now() + batch.within_s, batch.names
     said = None if batch.priority is None else [batch.priority] * len(keys)
-    paced = manager.save_paced(keys, priorities=said, salt=batch.salt, group=batch.group)
+    told: dict[str, Any] = {"salt": batch.salt, "group": batch.group, "session": LATER}
+    paced = manager.save_paced(keys, priorities=said, **told)
     try:
         paced.wait()
         while not paced.over and now() < end_s:

@@ -29,6 +29,8 @@ def register() -> None:
 def _tree(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+    from kvladder.connectors.sglang.hints import begin_answers
     from kvladder.connectors.sglang.tree import KVLadderRadixCache
 
+    begin_answers()
     return create_unified_radix_cache(context, cache_class=KVLadderRadixCache)

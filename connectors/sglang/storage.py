@@ -39,6 +39,7 @@ from kvladder.connectors.sglang.pools import KV, RankPool, pool_of, require_stor
 from kvladder.connectors.sglang.weights import watch
 from kvladder.connectors.vllm.reports.log import late_levels
 from kvladder.errors import ConfigError, LayoutError
+from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
 from kvladder.runtime import SystemClock
 
@@ -244,6 +245,25 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             batch = self._batch(pool, keys, priority)
             found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=False)
         return found
+
+    @property
+    def page(self) -> int:
+        """Number of tokens of a page."""
+        return self._pools[KV].page
+
+    def runs(self, keys: Sequence[str]) -> list[list[BlockKey]]:
+        """Return the names of a prompt's pages, by pool: those of keys and values come first.
+
+        Of other pools only the held ones are named: they do not keep each page of a prompt.
+        """
+        runs: list[list[BlockKey]] = []
+        for pool in self._pools.values():
+            names = [BlockKey(name) for name in pool.names(keys)]
+            if runs and self.manager is not None:
+                held = self.manager.holding(names)
+                names = [name for name, is_held in zip(names, held, strict=True) if is_held]
+            runs.append(names)
+        return runs
 
     def _batch(self, pool: RankPool, keys: Sequence[str], priority: int | None = None) -> PageBatch:
         """Return a batch of a pool's pages; its calls share the time that SGLang allows a batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,10 @@ from kvladder.connectors.transformers.rotations import require_fixed
 from kvladder.connectors.watched import Watched
 from kvladder.errors import LayoutError
 from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
-from kvladder.keys import KeyScheme, namespace
+from kvladder.hints import HintExecutor
+from kvladder.hints.requests import RequestHints
+from kvladder.hints.requests import begin as begin_hints
+from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.layout import Layout
 from kvladder.metrics import Missed
 
@@ -173,6 +177,12 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         """Version number of the model's weights when it began, see ``Prefixes``."""
         self.missed: tuple[Missed, ...] = ()
         """Blocks of the prompt that it did not begin with, by cause; see ``Fetch.missed``."""
+        self.served_from: Mapping[str, int] = {}
+        """Tokens that it began with, by level."""
+        self.waited_s = 0.0
+        """Seconds that ``Prefixes.begin`` waited for them."""
+        self.hints: RequestHints | None = None
+        """The hints that came with the prompt; ``results`` are their outcomes."""
 
     @property
     def certain(self) -> int:
@@ -353,6 +363,11 @@ class Prefixes:
             self._weights.close()
             raise
         self._scheme = KeyScheme(self.manager.namespace, block_tokens=block_tokens)
+        HintExecutor.of(self.manager).name_blocks = self._named
+
+    def _named(self, tokens: Sequence[int], salt: str) -> list[list[BlockKey]]:
+        """Return the names of a prompt's blocks under the weights last seen."""
+        return [self._scheme.chain(tokens, parent=self._scheme.root(salt=salt))]
 
     def __enter__(self) -> Self:
         return self
@@ -361,21 +376,34 @@ class Prefixes:
         self.close()
 
     def begin(
-        self, tokens: Sequence[int], *, salt: str = "", rows: int = 1, step: int = STEP
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str = "",
+        rows: int = 1,
+        step: int = STEP,
+        hints: object = None,
     ) -> GrowingCache:
         """Return a cache that holds the longest stored prefix of a prompt.
 
         The prompt's last token is never included, since a model must compute at least one.
         ``rows`` is the number of rows that ``generate`` makes of the prompt: its beams or returned
-        sequences. Waits for tiers up to the stack's ``fetch.deadline``.
+        sequences. Waits for tiers up to the stack's ``fetch.deadline``. ``hints`` is an envelope
+        that comes with the prompt: actions about its own blocks are done when it is kept.
         """
         self._follow()
         cache = GrowingCache(self._model.config, step=step)
         cache.began = self._weights.changes
         keys = self._scheme.chain(tokens[:-1], parent=self._scheme.root(salt=salt))
-        fetch = self.manager.fetch(keys, salt=salt)
+        if hints is not None:
+            executor = HintExecutor.of(self.manager)
+            cache.hints = begin_hints(executor, hints, salt=salt, ranks_saves=False)
+        now = self.manager.ladder.clock.now
+        began_s, fetch = now(), self.manager.fetch(keys, salt=salt)
         fetch.wait()
-        cache.missed = fetch.missed
+        cache.waited_s, cache.missed = now() - began_s, fetch.missed
+        size = self._scheme.block_tokens
+        cache.served_from = {name: n * size for name, n in Counter(fetch.sources).items()}
         try:
             if fetch.slots:
                 blocks = [self._views(slot) for slot in fetch.slots]
@@ -429,6 +457,9 @@ class Prefixes:
             done = True
         finally:
             (save.commit if done else save.abort)()
+        hints: RequestHints | None = getattr(cache, "hints", None)
+        if hints is not None:
+            hints.finish(HintExecutor.of(self.manager), [keys], salt)
         return len(save.slots)
 
     def updated(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from kvladder.compose import open_manager
@@ -12,7 +13,8 @@ from kvladder.connectors.trtllm.names import layout_of, rank_fields, ranks_of
 from kvladder.connectors.trtllm.ranks import Ranks
 from kvladder.connectors.trtllm.step import Halves, Meeting, taken
 from kvladder.gpu.copy.pages import BlockPages
-from kvladder.keys import KeyScheme
+from kvladder.hints import HintExecutor
+from kvladder.keys import BlockKey, KeyScheme
 from kvladder.notices import Notices
 
 logger = logging.getLogger("kvladder")
@@ -44,6 +46,7 @@ class Cache:
         self.manager = open_manager(config, layout)
         self.connector = StepConnector(self.manager, ranks=ranks)
         self.keys = KeyScheme(self.manager.namespace, block_tokens=tokens)
+        HintExecutor.of(self.manager).name_blocks = self._named
         self.tokens = tokens
         """Tokens per block."""
         self._halves = halves
@@ -51,6 +54,10 @@ class Cache:
         self._ranks = Ranks(ranks - 1, rank_fields(pages), notices)
         logger.info("kvladder is ready: %s", "\n".join(config.summary(layout)))
         logger.debug("kvladder's settings\n%s", self.manager.describe())
+
+    def _named(self, tokens: Sequence[int], salt: str) -> list[list[BlockKey]]:
+        """Return the keys of a prompt's blocks, without an adapter."""
+        return [self.keys.chain(tokens, parent=self.keys.root(salt=salt))]
 
     @property
     def complete(self) -> bool:

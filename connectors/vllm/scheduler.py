@@ -15,10 +15,12 @@ from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.options import Policies, VllmOptions
 from kvladder.connectors.vllm.reports.events import KVEvents, NoKVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
+from kvladder.connectors.vllm.requests.naming import PromptNames
 from kvladder.connectors.vllm.running import RunningScheduler
 from kvladder.connectors.vllm.start import instance_of, layout_of, runs_v2
 from kvladder.connectors.vllm.step import Attach, RankDescription
 from kvladder.errors import ConfigError
+from kvladder.hints import HintExecutor
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 
@@ -117,10 +119,13 @@ class SchedulerHalf:
         beside = [ranks[0].worker] if len(ranks) == 1 and ranks[0].worker is not None else []
         for worker in beside:
             worker.attach(attach)
+        weights = Weights([described.weights for _, described in sorted(ranks.items())])
+        names = PromptNames(facts.vllm_config, facts.groups, lambda: weights.mark)
+        HintExecutor.of(manager).name_blocks = names
         return RunningScheduler(
             facts,
             StepConnector(manager, ranks=len(ranks)),
-            Weights([described.weights for _, described in sorted(ranks.items())]),
+            weights,
             attach=attach,
             events=events,
             beside=beside,

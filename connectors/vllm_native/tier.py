@@ -46,6 +46,8 @@ from kvladder.connectors.vllm.reports.log import route, say_ready, warn
 from kvladder.connectors.weights import read_weights_digest
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import Finished, JobId
+from kvladder.hints import HintExecutor
+from kvladder.hints.requests import RequestHints, begin
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import POLL_S, BatchedFetch, BatchedSave, CacheManager, Save
@@ -54,6 +56,7 @@ from kvladder.runtime import SystemClock
 
 _ROWS, _PER_ROW = "chunk_ids", "blocks_per_chunk"
 
+HINTS, PLACED = "kv_hints", "_offload_key_positions"
 HASH_BYTES = 32
 GROUP_BYTES = 4
 
@@ -134,12 +137,29 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             self.manager,
             torch.frombuffer(primary_kv_view, dtype=torch.int8).view(-1, self.block_size_bytes),
         )
+        # vLLM names these blocks, and the tier does not know the salts of their requests
+        HintExecutor.of(self.manager).name_blocks = None
         self._jobs: list[Job] = []
         self._copying: dict[JobId, Job] = {}
         self._ended: list[JobResult] = []
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Do what its hints ask at its start; a pin is done at its end, when it has blocks."""
+        sent: object = req_context.kv_hints or (req_context.kv_transfer_params or {}).get(HINTS)
+        if sent is not None:
+            executor = HintExecutor.of(self.manager)
+            hints = begin(executor, sent, salt="", ranks_saves=False, names_others=False)
+            req_context.set_state(hints)
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Do what waits for its end, for the blocks that vLLM has placed for it."""
+        hints: RequestHints | None = req_context.get_state(RequestHints)
+        if hints is not None and hints.waiting:
+            placed: dict[OffloadKey, int] = getattr(req_context, PLACED, {})
+            names = map(block_key, sorted(placed, key=placed.__getitem__))
+            own = [name for name in names if name is not None]
+            hints.finish(HintExecutor.of(self.manager), [own], "")
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         name = block_key(key)

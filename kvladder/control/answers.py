@@ -1,4 +1,4 @@
-"""The answers of a running cache over HTTP: its health, metrics, status, page, and purges."""
+"""The answers of a running cache over HTTP: its health, metrics, status, page, purges, hints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvladder.control.http import Answer, HttpRequest, HttpResponse, as_json, refusal
+from kvladder.control.hints import HINTS_BYTES_MAX
+from kvladder.control.hints import PATH as HINTS
+from kvladder.control.http import (
+    REQUEST_BYTES_MAX,
+    Answer,
+    HttpRequest,
+    HttpResponse,
+    as_json,
+    refusal,
+)
 from kvladder.control.page import page
 from kvladder.control.upkeep import BLOCKS, UpkeepAnswers
 from kvladder.manager import CacheManager
@@ -56,6 +65,8 @@ class CacheAnswers:
         What does not change, for ``/status``.
     now:
         The injected clock, monotonic seconds.
+    hints:
+        Answers envelopes of hints.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class CacheAnswers:
         expose: Callable[[Stats, str], tuple[bytes, str]],
         facts: Mapping[str, Any],
         now: Callable[[], float],
+        hints: Answer,
     ) -> None:
         self._manager = manager
         self._cache_loop = cache_loop
@@ -87,6 +99,7 @@ class CacheAnswers:
             "/describe": {"GET": self._describe},
             "/purge": {"POST": self._purge},
             **UpkeepAnswers(manager, cache_loop).paths,
+            HINTS: {"POST": hints},
         }
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
@@ -101,6 +114,10 @@ class CacheAnswers:
             allowed = ", ".join(methods)
             return refusal(405, f"expected method {allowed}", ("Allow", allowed))
         return await call(request)
+
+    def bytes_max(self, head: HttpRequest) -> int:
+        """Return the largest size of a request's body."""
+        return HINTS_BYTES_MAX if head.path == HINTS else REQUEST_BYTES_MAX
 
     # ---- health
 

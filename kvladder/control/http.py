@@ -13,7 +13,7 @@ import h11
 import msgspec
 
 REQUEST_BYTES_MAX: Final = 16 << 10
-"""Largest size of a request's head, and of its body."""
+"""Largest size of a request's head, and of most bodies."""
 REQUEST_S: Final = 10.0
 """Time limit for a client to send a request, and to read an answer or a part of one."""
 JSON: Final = "application/json"
@@ -58,6 +58,13 @@ def refusal(status: int, why: str, *headers: tuple[str, str]) -> HttpResponse:
 
 
 Answer = Callable[[HttpRequest], Awaitable[HttpResponse]]
+BodyMax = Callable[[HttpRequest], int]
+"""Returns the largest size of a request's body; the request has only its head yet."""
+
+
+def body_max(_: HttpRequest) -> int:
+    """Return the size that suffices for most bodies."""
+    return REQUEST_BYTES_MAX
 
 
 class Refused(Exception):
@@ -78,8 +85,10 @@ class HttpConnection:
         self._is_head = False
         """True if the request being answered wants no body."""
 
-    async def converse(self, answer: Answer) -> None:
+    async def converse(self, answer: Answer, bytes_max: BodyMax = body_max) -> None:
         """Answer until the client is done, breaks a rule, or takes more than its time.
+
+        A body that is longer than ``bytes_max`` allows is not read.
 
         Raises
         ------
@@ -89,7 +98,7 @@ class HttpConnection:
         try:
             while True:
                 async with asyncio.timeout(REQUEST_S):
-                    request = await self._request()
+                    request = await self._request(bytes_max)
                 if request is None:
                     return
                 await self._send(await answer(request))
@@ -108,9 +117,9 @@ class HttpConnection:
             while await self._reader.read(REQUEST_BYTES_MAX):
                 pass
 
-    async def _request(self) -> HttpRequest | None:
+    async def _request(self, bytes_max: BodyMax) -> HttpRequest | None:
         """Return the next request; None if there is none."""
-        head, body = None, bytearray()
+        head, body, most = None, bytearray(), 0
         while True:
             try:
                 event: Any = self._link.next_event()
@@ -126,10 +135,11 @@ class HttpConnection:
                 self._link.receive_data(await self._reader.read(REQUEST_BYTES_MAX))
             elif isinstance(event, h11.Request):
                 head = event
+                most = bytes_max(self._made(head, b""))
             elif isinstance(event, h11.Data):
                 body += event.data
-                if len(body) > REQUEST_BYTES_MAX:
-                    why = f"the body is too long: expected at most {REQUEST_BYTES_MAX} bytes"
+                if len(body) > most:
+                    why = f"the body is too long: expected at most {most} bytes"
                     raise Refused(413, why)
             elif isinstance(event, h11.EndOfMessage) and head is not None:
                 return self._made(head, bytes(body))

@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from kvladder.control.guard import Guard
-from kvladder.control.http import REQUEST_BYTES_MAX, Answer, HttpConnection, HttpRequest
+from kvladder.control.http import (
+    REQUEST_BYTES_MAX,
+    Answer,
+    BodyMax,
+    HttpConnection,
+    HttpRequest,
+    body_max,
+)
 from kvladder.errors import ClosedError, ConfigError, Unavailable
 from kvladder.runtime import Runtime
 from kvladder.tiers import forks
@@ -61,6 +68,8 @@ class HttpListener:
         What the socket is to users.
     answer:
         Answers a request on the loop of ``runtime``.
+    bytes_max:
+        Returns the largest size of a request's body.
 
     Raises
     ------
@@ -75,7 +84,9 @@ class HttpListener:
         answer: Answer,
         runtime: Runtime,
         say: Say = lambda _kind, _text: None,
+        bytes_max: BodyMax = body_max,
     ) -> None:
+        self._bytes_max = bytes_max
         self._bind = bind
         self._what = what
         self._answer = answer
@@ -174,7 +185,7 @@ class HttpListener:
 
     async def _converse(self, client: HttpConnection, others: int) -> None:
         if others < CLIENTS_MAX:
-            await client.converse(self._answer)
+            await client.converse(self._answer, self._bytes_max)
         elif others < 2 * CLIENTS_MAX:
             await client.refuse(
                 503, f"{CLIENTS_MAX} clients are already connected: try again later"
@@ -184,9 +195,10 @@ class HttpListener:
 class ControlServer:
     """The sockets of one cache, served by one thread, which yields to all others. See ``close``."""
 
-    def __init__(self, answer: Answer, say: Say) -> None:
+    def __init__(self, answer: Answer, say: Say, bytes_max: BodyMax = body_max) -> None:
         self._runtime = Runtime("kvladder-http")
         self._answer = answer
+        self._bytes_max = bytes_max
         self._say = say
         self._listeners: list[HttpListener] = []
 
@@ -207,11 +219,18 @@ class ControlServer:
         ConfigError
             There can be no such socket.
         """
-        answer = self._answer if guard is None else partial(self._guarded, guard)
-        self._listeners.append(HttpListener(bind, what, answer, self._runtime, self._say))
+        answer, most = self._answer, self._bytes_max
+        if guard is not None:
+            answer = partial(self._guarded, guard)
+            most = partial(self._guarded_max, guard)
+        self._listeners.append(HttpListener(bind, what, answer, self._runtime, self._say, most))
 
     async def _guarded(self, guard: Guard, request: HttpRequest) -> Any:
         return guard.refusal(request) or await self._answer(request)
+
+    def _guarded_max(self, guard: Guard, head: HttpRequest) -> int:
+        """Return the largest size of a body; a client that will be refused may not send much."""
+        return REQUEST_BYTES_MAX if guard.refusal(head) else self._bytes_max(head)
 
     def close(self) -> None:
         """Disconnect every client, release the sockets, and end the thread."""

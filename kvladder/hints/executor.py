@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from threading import Lock
@@ -26,6 +27,7 @@ from kvladder.hints.protocol import (
     RetainHint,
     Scope,
     ShareHint,
+    content_of,
     order_of,
     read,
 )
@@ -33,6 +35,7 @@ from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.fetch_cost import ANYTHING
+from kvladder.policy.tenants import NO_LIMITS
 from kvladder.tiers.ladder.commands import Moved
 from kvladder.units import counted
 
@@ -46,11 +49,18 @@ SAVED_S = 30.0
 """Time during which an action about a finished request waits for the saves of its blocks."""
 OUT = "out"
 """Name of no level: where demoted blocks are forgotten."""
+POLL_S = 0.02
+"""Time between two looks at fetches in flight."""
 RETRY_MIN_S, RETRY_MAX_S = 0.01, 1.0
-"""Time between two attempts: doubled after each, as an engine polls in every step."""
+"""Time between two attempts about a finished request's blocks: doubled after each."""
 Move: TypeAlias = DemoteHint | ShareHint
-NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[BlockKey]]
-"""Returns the keys of the whole blocks of tokens under a salt."""
+NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]]
+"""Returns the keys of the whole blocks of tokens under a salt, by group of layers.
+
+Any thread may call it.
+"""
+POSTED = "\0posted"
+"""The caller of hints that come without a request. All that send such hints share message ids."""
 
 
 class OwnRequest(NamedTuple):
@@ -63,8 +73,8 @@ class OwnRequest(NamedTuple):
 class _Applied(NamedTuple):
     """A message that was applied."""
 
-    content: list[tuple[str, str]]
-    """Id and type of each of its actions."""
+    content: int
+    """Hash of its actions."""
     results: list[ActionResult]
 
 
@@ -85,7 +95,7 @@ class _Scoped(NamedTuple):
 class _Later:
     """An action about blocks of a finished request, some of them not saved yet."""
 
-    order: Move
+    order: Order
     keys: Sequence[BlockKey]
     """Those for which it is not done yet."""
     salt: bytes
@@ -93,35 +103,37 @@ class _Later:
     """Loop time at which it is given up."""
     again_s: float
     """Loop time of the next attempt."""
+    since_s: float
+    """Loop time at which the request finished."""
     wait_s: float = RETRY_MIN_S
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Fetching:
     """A fetch for a hint, and what to do with the blocks once it is done."""
 
     message: tuple[str, str]
     begin: Callable[[], Fetch]
     then: Callable[[], object] | None
-    fetch: Fetch | None = field(default=None)
+    is_begun: bool = False
+    fetch: Fetch | None = None
 
 
 class HintExecutor:
     """Acts on the hints of one engine. It changes where blocks lie and how long, never a token.
 
-    No call waits for a tier. ``poll`` ends the fetches that hints began, and begins those that had
-    to wait; its owner calls it regularly. Calls may come from any thread.
-
-    Parameters
-    ----------
-    name_blocks:
-        Names the blocks of tokens as the engine does; None if the engine's names are not known
-        outside it, so that hints name sessions or keys.
+    No call waits for a tier. While fetches that hints began are in flight, the cache's loop looks
+    at them, ends those that are done, and begins those that had to wait. Calls may come from any
+    thread. A cache has one executor: see ``of``.
     """
 
-    def __init__(self, manager: CacheManager, name_blocks: NameBlocks | None = None) -> None:
+    def __init__(self, manager: CacheManager) -> None:
+        self.name_blocks: NameBlocks | None = None
+        """Names the blocks of tokens as the engine does; set by its connector.
+
+        None if the engine's names are not known outside it: then hints name sessions or keys.
+        """
         self._manager = manager
-        self._name_blocks = name_blocks
         self._commands = manager.commands
         self._lock = Lock()
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
@@ -130,7 +142,17 @@ class HintExecutor:
         self._later_s = inf
         """Loop time at which the first of these is tried again."""
         self._counts: Counter[tuple[str, Outcome]] = Counter()
+        self._digested = "", salt_digest(manager.namespace, "")
+        """The last salt, with its digest."""
+        self._is_polled = False
+        """True while the loop looks at what is in flight."""
+        self._is_closed = False
         manager.report("hints", self.counts)
+
+    @classmethod
+    def of(cls, manager: CacheManager) -> HintExecutor:
+        """Return the executor of a cache, made when first asked for; closed before the cache."""
+        return manager.guests.only(cls)
 
     def counts(self) -> dict[str, Any]:
         """Return how many actions had which outcome, by verb; plain data."""
@@ -150,13 +172,23 @@ class HintExecutor:
         sends it; ids of different callers never meet.
         """
         try:
-            envelope = read(hints)
+            return self.obey(hints, request=request, caller=caller)
         except RefusedHint as error:
-            return [self._count("", ActionResult("", "rejected", str(error)))]
+            return [ActionResult("", "rejected", str(error))]
+
+    def obey(
+        self, hints: object, *, request: OwnRequest | None = None, caller: str = ""
+    ) -> list[ActionResult]:
+        """Do as ``apply``, but raise ``RefusedHint`` for what is not an envelope at all."""
+        try:
+            envelope = read(hints)
+            content = content_of(envelope.actions)
+        except RefusedHint as error:
+            self._count("", ActionResult("", "rejected", str(error)))
+            raise
         message = (caller, envelope.message_id)
         with self._lock:
             known = self._results.get(message)
-        content = [(one.action_id, one.action_type) for one in envelope.actions]
         if known is not None:
             if known.content == content:
                 return known.results
@@ -173,18 +205,19 @@ class HintExecutor:
                 self._results.popitem(last=False)
         return results
 
-    def later(self, order: Move, keys: Sequence[BlockKey], salt: str) -> None:
-        """Demote or share blocks of a finished request, each as soon as it is saved.
+    def later(self, order: Order, keys: Sequence[BlockKey], salt: str) -> None:
+        """Rank, demote or share blocks of a finished request, each as soon as it is saved.
 
         Done once for each block. Those that are not saved within ``SAVED_S`` are given up, and the
         oldest such action if too many wait.
         """
         now_s = self._manager.ladder.clock.now()
         with self._lock:
-            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s)
+            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s, now_s)
             self._later.append(one)
             self._later_s = now_s
         self._do_later()
+        self._watch()
 
     def _do_later(self) -> None:
         now_s = self._manager.ladder.clock.now()
@@ -195,13 +228,42 @@ class HintExecutor:
             self._later_s = inf
         for one in waiting:
             if one.again_s <= now_s:
-                one.keys = self._moves(one.order, one.keys, one.salt).left
+                one.keys = self._done_late(one).left
                 one.again_s = now_s + one.wait_s
                 one.wait_s = min(2 * one.wait_s, RETRY_MAX_S)
             if one.keys and now_s < one.until_s:
                 with self._lock:
                     self._later.append(one)
                     self._later_s = min(self._later_s, one.again_s)
+
+    def _done_late(self, one: _Later) -> Moved:
+        match one.order:
+            case PinHint():
+                (lower, within_s), _ = self.clipped(PRIORITY_MAX, one.order.ttl_s)
+                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
+            case RetainHint():
+                (lower, within_s), _ = self.clipped(one.order.priority, one.order.ttl_s)
+                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
+            case DemoteHint() | ShareHint():
+                return self._moves(one.order, one.keys, one.salt)
+            case PrefetchHint():  # the request has fetched its blocks itself
+                return Moved()
+
+    def _ranks(
+        self,
+        keys: Sequence[BlockKey],
+        salt: bytes,
+        priority: int,
+        ttl_s: float | None,
+        since_s: float,
+        *,
+        is_prefix: bool = True,
+    ) -> Moved:
+        """Give blocks a priority, for a time that began before."""
+        until_s = inf if ttl_s is None or priority == PRIORITY_DEFAULT else since_s + ttl_s
+        return self._commands.rank(
+            keys, salt, priority=priority, until_s=until_s, is_prefix=is_prefix
+        )
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory."""
@@ -216,6 +278,8 @@ class HintExecutor:
 
         The text is empty if they are as asked for.
         """
+        if self._manager.limits is NO_LIMITS:
+            return (priority, ttl_s), ""
         (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
         lasting = "" if within_s is None else f" for {within_s:g} s"
         clipped = f"priority {lower}{lasting}" if count else ""
@@ -237,7 +301,10 @@ class HintExecutor:
         return self._count(action.action_type, result._replace(action_id=action.action_id))
 
     def poll(self) -> None:
-        """End the fetches that are done, and begin those that waited for others."""
+        """End the fetches that are done, and begin those that waited for others.
+
+        The loop calls it while anything is in flight; others need not.
+        """
         self._do_later()
         with self._lock:
             ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
@@ -250,6 +317,8 @@ class HintExecutor:
         """Give up all fetches; may be called again."""
         with self._lock:
             fetching, self._fetching = self._fetching, []
+            self._later.clear()
+            self._is_closed = True
         for one in fetching:
             if one.fetch is not None:
                 one.fetch.release()
@@ -301,21 +370,15 @@ class HintExecutor:
             return _Scoped([keys], salt, is_prefix=False)
         if scope.tokens is None:
             return _Scoped([own.keys], salt, is_prefix=True)
-        if self._name_blocks is None:
+        if self.name_blocks is None:
             raise RefusedHint("this engine names blocks itself: expected a session or keys")
-        return _Scoped([self._name_blocks(scope.tokens, salt)], salt, is_prefix=True)
+        return _Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
 
     def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
         """Give the blocks a priority, within the operator's limits."""
         (lower, within_s), clipped = self.clipped(priority, ttl_s)
-        until_s = inf if within_s is None else self._manager.ladder.clock.now() + within_s
-        moved = self._commands.rank(
-            scope.keys,
-            self._digest(scope.salt),
-            priority=lower,
-            until_s=until_s if lower != PRIORITY_DEFAULT else inf,
-            is_prefix=scope.is_prefix,
-        )
+        now_s, salt = self._manager.ladder.clock.now(), self._digest(scope.salt)
+        moved = self._ranks(scope.keys, salt, lower, within_s, now_s, is_prefix=scope.is_prefix)
         if not moved.done:
             return ActionResult("", "missing", "no level holds these blocks")
         if clipped:
@@ -403,21 +466,44 @@ class HintExecutor:
 
         one = _Fetching(message, begin, then)
         with self._lock:
-            if len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
+            if self._is_closed or len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
                 return None
             self._fetching.append(one)
         self._begin_waiting()
+        self._watch()
         return one.fetch is None
 
     def _begin_waiting(self) -> None:
         """Begin fetches, oldest first, while fewer than the limit are in flight."""
         while True:
             with self._lock:
-                waiting = [one for one in self._fetching if one.fetch is None]
+                waiting = [one for one in self._fetching if not one.is_begun]
                 if not waiting or len(self._fetching) - len(waiting) >= PREFETCHES_MAX:
                     return
                 one = waiting[0]
-                one.fetch = one.begin()
+                one.is_begun = True
+            fetch = one.begin()
+            with self._lock:
+                one.fetch = fetch
+                is_wanted = one in self._fetching
+            if not is_wanted:  # cancelled, or closed, meanwhile
+                fetch.release()
+
+    def _watch(self) -> None:
+        """Have the loop look at what is in flight, until nothing is."""
+        with self._lock:
+            if self._is_polled or self._is_closed or not (self._fetching or self._later):
+                return
+            self._is_polled = True
+        self._manager.post(self._look)
+
+    def _look(self) -> None:
+        self.poll()
+        with self._lock:
+            self._is_polled = not self._is_closed and bool(self._fetching or self._later)
+            again = self._is_polled
+        if again:
+            asyncio.get_running_loop().call_later(POLL_S, self._look)
 
     def _end(self, one: _Fetching) -> None:
         if one.then is not None:
@@ -428,7 +514,10 @@ class HintExecutor:
     # ---- outcomes
 
     def _digest(self, salt: str) -> bytes:
-        return salt_digest(self._manager.namespace, salt)
+        known = self._digested
+        if known[0] != salt:
+            known = self._digested = salt, salt_digest(self._manager.namespace, salt)
+        return known[1]
 
     def _rejected(self, action: HintAction, why: str) -> ActionResult:
         return self._count(action.action_type, ActionResult(action.action_id, "rejected", why))
@@ -460,3 +549,14 @@ def _outcome(moved: Moved) -> ActionResult:
 _REUSED = "the message id was used for other actions: expected a new one"
 _TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"
 _FULL = f"{WAITING_MAX} actions wait for their blocks: expected fewer at once"
+
+
+def apply_posted(manager: CacheManager, body: bytes) -> list[ActionResult]:
+    """Do what an envelope asks that came without a request; return an outcome for each action.
+
+    Raises
+    ------
+    RefusedHint
+        The body is no envelope; says which field is wrong.
+    """
+    return HintExecutor.of(manager).obey(body, caller=POSTED)

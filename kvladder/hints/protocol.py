@@ -7,7 +7,7 @@ on them. The payloads here are kvladder's, version 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -152,12 +152,26 @@ def read(envelope: object) -> HintsEnvelope:
         else:
             found = msgspec.convert(envelope, HintsEnvelope, from_attributes=True)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedHint(f"no envelope of hints: {error}") from error
+        raise RefusedHint(f"not an envelope of hints: {error}") from error
     if not 0 < len(found.message_id) <= ID_MAX:
         raise RefusedHint(
             f"message_id has {len(found.message_id)} characters: expected 1 to {ID_MAX}"
         )
     return found
+
+
+def content_of(actions: Sequence[HintAction]) -> int:
+    """Return a hash of actions with their payloads, to tell whether a message is a repeated one.
+
+    Raises
+    ------
+    RefusedHint
+        A payload has values that JSON cannot have.
+    """
+    try:
+        return hash(msgspec.msgpack.encode(actions))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RefusedHint(f"not an envelope of hints: {error}") from error
 
 
 def order_of(action: HintAction) -> Order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvladder.hints.executor import HintExecutor, Move, OwnRequest
+from kvladder.hints.executor import HintExecutor, OwnRequest
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
@@ -37,7 +37,7 @@ class RequestHints:
     results: list[ActionResult] = field(default_factory=list[ActionResult])
     ranked: tuple[int, float | None] | None = None
     """Priority of its blocks and its duration in seconds, None for good; None if not ranked."""
-    waiting: list[Move] = field(default_factory=list[Move])
+    waiting: list[Order] = field(default_factory=list[Order])
     """Orders about its own blocks, for when it has finished."""
 
     def finish(self, executor: HintExecutor, runs: Sequence[Sequence[BlockKey]], salt: str) -> None:
@@ -51,8 +51,21 @@ class RequestHints:
         self.waiting = []
 
 
-def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
-    """Do what the hints of a request ask at its start; never raises for what they contain."""
+def begin(
+    executor: HintExecutor,
+    hints: object,
+    *,
+    salt: str,
+    ranks_saves: bool = True,
+    names_others: bool = True,
+) -> RequestHints:
+    """Do what the hints of a request ask at its start; never raises for what they contain.
+
+    ``ranks_saves`` is False if the engine cannot save its blocks with a time limit for their
+    priority, or does not save blocks again that are held: they are then ranked at its end, too.
+    ``names_others`` is False if the engine does not tell the salts of requests: actions about other
+    blocks than the request's own are then rejected, as they might be another's.
+    """
     found = RequestHints()
     try:
         envelope = read(hints)
@@ -61,18 +74,33 @@ def begin(executor: HintExecutor, hints: object, *, salt: str) -> RequestHints:
         return found
     orders = [_own_order(action, salt) for action in envelope.actions[:ACTIONS_MAX]]
     orders += [None] * (len(envelope.actions) - len(orders))
-    if envelope.protocol_version not in VERSIONS or not any(orders):
+    if envelope.protocol_version not in VERSIONS or (names_others and not any(orders)):
         found.results = executor.apply(envelope, request=OwnRequest((), salt), caller=salt)
         return found
     both = [*zip(envelope.actions, orders, strict=True)]
     rest = [action for action, order in both if order is None]
     others = HintsEnvelope(envelope.protocol_version, envelope.message_id, rest)
-    done = executor.apply(others, request=OwnRequest((), salt), caller=salt) if rest else []
+    done: list[ActionResult] = []
+    if not names_others:
+        done = [executor.count(action, _refused(action)) for action in rest]
+    elif rest:
+        done = executor.apply(others, request=OwnRequest((), salt), caller=salt)
     results = iter(done)
     for action, order in both:
         own = None if order is None else _own(executor, found, action, order)
+        if order is not None and not ranks_saves and isinstance(order, PinHint | RetainHint):
+            found.waiting.append(order)
         found.results.append(next(results) if own is None else own)
     return found
+
+
+def _refused(action: HintAction) -> ActionResult:
+    """Return the outcome of an action about blocks that may be another tenant's."""
+    try:
+        order_of(action)
+    except RefusedHint as error:
+        return ActionResult("", "rejected", str(error))
+    return ActionResult("", "rejected", _ONLY_OWN)
 
 
 def _own_order(action: HintAction, salt: str) -> Order | None:
@@ -85,6 +113,9 @@ def _own_order(action: HintAction, salt: str) -> Order | None:
     named = (order.tokens, order.keys, order.session)
     is_own = all(one is None for one in named) and order.salt in (None, salt) and not cancels
     return order if is_own else None
+
+
+_ONLY_OWN = "this engine tells no salts: expected an action about the request's own blocks"
 
 
 def _own(

@@ -33,6 +33,10 @@ from kvladder.testing.stacks import SimCache as SimCache
 if TYPE_CHECKING:
     from kvladder.testing.engines.engine import ConnectorEngine as ConnectorEngine
     from kvladder.testing.engines.engine import SampleEngine as SampleEngine
+    from kvladder.testing.engines.hinted import HintedEngine as HintedEngine
+    from kvladder.testing.engines.hinted import HintedSample as HintedSample
+    from kvladder.testing.engines.hinted import Served as Served
+    from kvladder.testing.engines.hints import HintTests as HintTests
     from kvladder.testing.engines.suite import ConnectorTests as ConnectorTests
     from kvladder.testing.handlers import HandlerTests as HandlerTests
     from kvladder.testing.tiers import TierTests as TierTests
@@ -41,7 +45,11 @@ _ROOMS = {
     "ConnectorEngine": "engines.engine",
     "ConnectorTests": "engines.suite",
     "HandlerTests": "handlers",
+    "HintTests": "engines.hints",
+    "HintedEngine": "engines.hinted",
+    "HintedSample": "engines.hinted",
     "SampleEngine": "engines.engine",
+    "Served": "engines.hinted",
     "TierTests": "tiers",
 }
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -171,6 +172,38 @@ class PoolTransferResult:
     restorable_prefix_pages: list[int] | None = None
 
 
+class RadixKey:
+    """The tokens of a prefix, and what keeps them apart from others."""
+
+    def __init__(self, token_ids, extra_key=None, is_bigram=False, limit=None, cache_salt=None):
+        assert not is_bigram
+        assert limit is None
+        self.token_ids = token_ids
+        self.extra_key = extra_key
+        self.cache_salt = cache_salt
+
+    def __len__(self):
+        return len(self.token_ids)
+
+
+def get_storage_hash_str(key, prior_hash=None, page_size=None):
+    """Return the digest of each page, and of the rest behind the last whole one."""
+    assert prior_hash is None
+    last, found = hashlib.sha256(repr((key.extra_key, key.cache_salt)).encode()).digest(), []
+    for at in range(0, len(key), page_size):
+        page = b"".join(one.to_bytes(4, "little") for one in key.token_ids[at : at + page_size])
+        last = hashlib.sha256(last + page).digest()
+        found.append(last.hex())
+    return found
+
+
+class Streamer:
+    """Makes answers."""
+
+    def get_cached_tokens_details(self, req):
+        return None
+
+
 class Core:
     """The core of the tree: the pages of each node, and their owners."""
 
@@ -202,6 +235,17 @@ class UnifiedRadixCache:
         """Insert a request's pages as a node of their own."""
         self.tree_core.nodes[req.rid] = (req.keys[:up_to], req.cache_salt)
         self._execute_and_commit_kv_backup(SimpleNamespace(node_ids=[req.rid]))
+
+    def match_prefix(self, params):
+        """Find what is cached of a prompt."""
+        return params.key
+
+    def release_session(self, session_id):
+        """Forget a streaming session."""
+
+    def release_radix_session(self, session_id):
+        """Forget a session."""
+        return 0
 
     def _execute_and_commit_kv_backup(self, action, write_back=False):
         return len(action.node_ids)
@@ -350,6 +394,8 @@ def install() -> None:
         PoolTransferResult=PoolTransferResult,
         STORAGE_BATCH_SIZE=BATCH,
     )
+    _module("sglang.srt.mem_cache.radix_cache", RadixKey=RadixKey)
+    _module("sglang.srt.mem_cache.utils", get_storage_hash_str=get_storage_hash_str)
     _module("sglang.srt.mem_cache.unified_radix_cache", UnifiedRadixCache=UnifiedRadixCache)
     _module(
         "sglang.srt.mem_cache.registry",

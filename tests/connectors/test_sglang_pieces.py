@@ -135,7 +135,7 @@ class Rival:
             taken += self.turns.take(self, self._slots - taken)
         self.turns.give(self, taken)
 
-    def fetch_paced(self, keys, *, deadline_s, salt):
+    def fetch_paced(self, keys, *, deadline_s, salt, session):
         return BatchedFetch(
             keys,
             self.turns,

@@ -76,7 +76,15 @@ def settle(controller):
 
 def request(name, pages=20, *, priority=None, salt=None):
     keys = chain(name, pages)
-    return SimpleNamespace(rid=name, keys=keys, priority=priority, cache_salt=salt)
+    return SimpleNamespace(
+        rid=name,
+        keys=keys,
+        priority=priority,
+        cache_salt=salt,
+        extra_key=None,
+        finished=lambda: True,
+        full_untruncated_fill_ids=[],
+    )
 
 
 def kept(controller):

@@ -126,8 +126,8 @@ def test_a_session_is_prefetched_and_demoted_by_later_requests() -> None:
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
-        ("no envelope", "no envelope of hints"),
-        ({"message_id": 3}, "no envelope of hints"),
+        ("not an envelope", "not an envelope of hints"),
+        ({"message_id": 3}, "not an envelope of hints"),
         (envelope(("fly", {})), "unknown action 'fly'"),
         (envelope(("pin", {})), "missing required field `ttl_s`"),
         (envelope(("share", {})), "no level is shared"),

@@ -28,6 +28,8 @@ with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     from vllm.v1.kv_offload.tiering.base import TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+    from kvladder.connectors.vllm_native import tier as vllm_native_tier
+
 pytestmark = pytest.mark.slow
 
 ROW = 5000
@@ -127,6 +129,43 @@ def test_blocks_handed_down_by_vllm_come_back_in_the_next_process(
     assert (result.success, result.transfer_bytes) == (True, 2 * ROW)
     assert (second.rows[:2] == kept[[5, 6]]).all()
     assert not second.tier.has_pending_work()
+
+
+def hinted(*actions: tuple[str, dict[str, Any]], number: int = 0) -> ReqContext:
+    """Return a request with hints in its parameters, as over HTTP."""
+    made = [
+        {"action_id": f"a{n}", "action_type": verb, "action_version": "1", "payload": payload}
+        for n, (verb, payload) in enumerate(actions)
+    ]
+    told = {"protocol_version": "0.1", "message_id": f"{number}", "actions": made}
+    return ReqContext("hinted", kv_transfer_params={"kv_hints": told})
+
+
+def test_a_requests_hints_rank_and_move_its_own_blocks(
+    model: Path, tmp_path: Path, natives: list[Native]
+) -> None:
+    native = Native(model, tmp_path / "kv")
+    natives.append(native)
+    manager = native.tier.manager
+    native.run(native.tier.submit_store, [key(1), key(2), key(3)], [0, 1, 2])
+    until(manager.idle)
+    other = {"keys": [(bytes([3]) * 32).hex()]}
+    context = hinted(("pin", {"ttl_s": 600}), ("demote", {"to": "out", **other}))
+    native.tier.on_new_request(context)
+    for position, one in enumerate((key(1), key(2))):
+        context.set_offload_key_position(one, 16 * (position + 1))
+    native.tier.on_request_finished(context)
+    assert manager.stats()["hints"]["pin"] == {"accepted": 1}
+    assert manager.stats()["hints"]["demote"] == {"rejected": 1}
+    names = [vllm_native_tier.block_key(key(number)) for number in (1, 2, 3)]
+    with manager._stack.lock:
+        metas = [manager._stack.meta(name) for name in names]
+    assert [meta.priority for meta in metas] == [100, 100, 35]
+    context = hinted(("demote", {"to": "out"}), number=1)
+    native.tier.on_new_request(context)
+    context.set_offload_key_position(key(1), 16)
+    native.tier.on_request_finished(context)
+    assert [native.has(number) for number in (1, 2, 3)] == [False, True, True]
 
 
 def test_other_weights_or_ranks_find_nothing(

@@ -34,6 +34,7 @@ def answer(found: dict[str, Any]) -> dict[str, Any]:
         "ids": found["output_ids"],
         "cached": meta.get("cached_tokens", 0),  # none of a request that was given up
         "storage": details.get("storage", 0),
+        "hints": json.loads(details.get("kvladder", "{}")).get("hints", []),
         "reason": (meta.get("finish_reason") or {}).get("type"),
     }
 

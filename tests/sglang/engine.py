@@ -144,6 +144,8 @@ class Answer(NamedTuple):
     storage: int
     """The cached tokens that came from kvladder."""
     reason: str | None
+    hints: Sequence[dict[str, Any]] = ()
+    """The outcomes of its hints."""
 
 
 class Engine:

@@ -12,6 +12,7 @@ from kvladder.control.sockets import ask
 from kvladder.layout import align
 from kvladder.tiers.files.header import HEADER_BYTES
 from tests.patience import PATIENCE_S, RUN_S, until
+from tests.sglang.driver import prompt
 from tests.sglang.engine import OURS, PAGE, Answer, Engine, Server
 from tests.sglang.soak import Soak
 
@@ -97,6 +98,48 @@ def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
     assert engine.again(3, SHORT, cache_salt="tenant").storage == 0
     served(engine, 1, LONG, long)
     return {1: long, 2: valued}
+
+
+def envelope(message: str, *actions: dict[str, Any]) -> dict[str, Any]:
+    """Return an envelope; each action says its verb as ``do``, and its payload."""
+    made = [
+        {
+            "action_id": f"{n}",
+            "action_type": action["do"],
+            "action_version": "1",
+            "payload": {name: value for name, value in action.items() if name != "do"},
+        }
+        for n, action in enumerate(actions)
+    ]
+    return {"protocol_version": "0.1", "message_id": message, "actions": made}
+
+
+def obey_hints(engine: Engine) -> None:
+    """Each verb moves or ranks pages, and has its outcome in the answer; tokens stay the same."""
+    before = engine.stats()["kept"]["blocks"]
+
+    def hinted(message: str, *actions: dict[str, Any]) -> list[tuple[str, int]]:
+        found = engine.generate(41, 65, kv_hints=envelope(message, *actions))
+        return [(one["outcome"], one["blocks"]) for one in found.hints]
+
+    pin = envelope("1", {"do": "pin", "ttl_s": 600})
+    pinned = engine.generate(40, SHORT, kv_hints=pin)
+    assert [one["outcome"] for one in pinned.hints] == ["accepted"]
+    engine.stored("kept", before + 11)
+    named = {"tokens": prompt(40, SHORT)}
+    assert hinted(
+        "2",
+        {"do": "retain", "priority": 60, "ttl_s": 600, **named},
+        {"do": "demote", "to": "nvme", **named},
+        {"do": "share", **named},
+        {"do": "prefetch", **named, "salt": "another's"},
+        {"do": "fly"},
+    ) == [("accepted", 10), ("accepted", 10), ("rejected", 0), ("rejected", 0), ("rejected", 0)]
+    assert hinted("3", {"do": "prefetch", **named}) == [("accepted", 10)]
+    until(lambda: engine.stats()["hints"]["in_flight"] == 0)
+    served(engine, 40, SHORT, pinned)
+    assert hinted("4", {"do": "demote", "to": "out", **named}) == [("accepted", 10)]
+    assert engine.again(40, SHORT) == pinned._replace(hints=[])
 
 
 def many_at_once(engine: Engine, long: Answer) -> None:
@@ -293,6 +336,7 @@ def test_an_engine_serves_through_its_whole_life(
     small = {"max_total_tokens": 4096, "hicache_ratio": 1.5}
     engine = serve(models[0], stack(folder), **small, **adapters)
     find_and_mend(engine, known)
+    obey_hints(engine)
     small_pools(engine, known)
     served(engine, 30, SHORT, adapted, lora_path="one")
     other_weights(engine, models[1], other)

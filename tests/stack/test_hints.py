@@ -294,12 +294,12 @@ async def test_a_message_that_is_sent_again_is_not_done_again(told: Told) -> Non
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
-        (b"\xff", "no envelope"),
-        (b"{", "no envelope"),
-        ("[]", "no envelope"),
-        (None, "no envelope"),
+        (b"\xff", "not an envelope"),
+        (b"{", "not an envelope"),
+        ("[]", "not an envelope"),
+        (None, "not an envelope"),
         ({"protocol_version": "0.1"}, "message_id"),
-        (b"[" * 100_000, "no envelope"),
+        (b"[" * 100_000, "not an envelope"),
         (envelope(message=""), "expected 1 to 256"),
         (envelope(message="x" * 1000), "expected 1 to 256"),
     ],

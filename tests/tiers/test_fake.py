@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvladder.testing.engines.faults import Cold, ColdTier, NoOptions
+from kvladder.testing.engines.faults import Cold, ColdTier, NoOptions, SharedColdTier
 from kvladder.testing.fakes import FakeStore, FakeTier, Record
 from kvladder.testing.fixtures import MakeTier
 from kvladder.testing.shared import SharedFakeTier
@@ -81,3 +81,13 @@ class TestSharedFake(TierTests):
         assert told == [(2, 2)]
         assert await blocks.contains(tier, [*salted, *others]) == [False, False, True]
         assert await tier.purge(None, lambda *_: None) == 1
+
+
+class TestSharedCold(TestSharedFake):
+    """The tier that engines share in ``HintTests``."""
+
+    @pytest.fixture
+    def make(self):
+        tier_class = Cold(is_shared=True).tier_class
+        assert issubclass(tier_class, SharedColdTier)
+        return partial(tier_class, NoOptions())

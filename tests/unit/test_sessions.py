@@ -41,6 +41,7 @@ def test_blocks_used_without_a_session_outlast_the_session() -> None:
     sessions.use("a", [keys(1, 2, 3, 4)])
     sessions.met(None, keys(1))
     sessions.brought(None, keys(2))
+    sessions.saved(LATER, keys(3), keys(3))
     sessions.met(LATER, keys(3))
     sessions.met("a", keys(3))
     assert sessions.end("a") == keys(3, 4)

@@ -28,6 +28,9 @@ SMALL = [
 SMALL += ["--kv-cache-memory-bytes", f"{64 << 20}", "--max-model-len", "2048"]
 """The additional arguments that a tiny model on a CPU needs."""
 
+TOKEN = "0123456789abcdef0123"
+"""The token of kvladder's own port, of these tests alone."""
+
 ENDING = re.compile(
     r"process\.cmdline\(\)(?s:.*)^psutil\.(ZombieProcess|NoSuchProcess): ", re.MULTILINE
 )
@@ -39,6 +42,9 @@ class Server(Started):
 
     fresh = False
     """Whether it shares nothing with other processes."""
+    hints_port = 0
+    """The HTTP port of kvladder itself, if the test sets one."""
+    hints_sent = 0
     options: Sequence[str] = SMALL
     """The options of each of these servers."""
 
@@ -107,6 +113,31 @@ class Server(Started):
         answer = json.loads(self.get("v1/completions", body, **told, **(headers or {})))
         cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         return answer["choices"][0]["token_ids"], cached
+
+    def hint(self, verb: str, **payload: Any) -> tuple[str, str, int]:
+        """Send a hint to kvladder's own port; return outcome, reason and number of blocks."""
+        action = {"action_id": "a", "action_type": verb, "action_version": "1", "payload": payload}
+        self.hints_sent += 1
+        body = {
+            "protocol_version": "0.1",
+            "message_id": f"{self.hints_sent}",
+            "actions": [action],
+        }
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.hints_port}/hints",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"},
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            (told,) = json.load(answer)["hints"]
+        return told["outcome"], told["why"], told["blocks"]
+
+    def hints(self) -> dict[str, Any]:
+        """Return the outcomes counted so far, and the number of fetches in flight."""
+        url = f"http://127.0.0.1:{self.hints_port}/status"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            found: dict[str, Any] = json.load(answer)["stats"]["hints"]
+        return found
 
     def counts(self, name: str, tier: str) -> list[float]:
         """One of kvladder's counters of a tier, of each engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ import pytest
 from kvladder.config.stack import SUMMARY_LINES_MAX
 from tests.kit.collector import Collector, Received, descendants
 from tests.otel.headers import PARENT, TRACE
+from kvladder.testing.redisserver import free_ports
 from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
-from tests.vllm.server import FreshServer, Server
+from tests.vllm.server import TOKEN, FreshServer, Server
 
 README = HERE.parents[1] / "README.md"
 TIME_TO_END = " --shutdown-timeout 30"
+NOT_SHARED = "no level is shared: expected a Redis, NIXL, Mooncake or object tier"
 PROMPT = random.Random(11).choices(range(3, 1000), k=700)
 HITS = (len(PROMPT) - 1) // BLOCK * BLOCK
 SPANS = ("lookup", "fetch", "read", "copy", "save")
@@ -41,30 +44,35 @@ def block_of(text: str, begins: str) -> str:
 def serve(folder: Path, command: str, when: str, *more: str, **env: str) -> Server:
     """Start a server in a folder with ``stack.yaml``, reduced to fit this machine."""
     kind = FreshServer if when == "commit" else Server
-    return kind(
+    (port,) = free_ports(1)
+    server = kind(
         folder,
         command,
         *more,
+        KVLADDER__HTTP__LISTEN=f"127.0.0.1:{port}",
         KVLADDER__ARENA__SIZE="64 MiB",
         KVLADDER__FETCH__DEADLINE="10 m",
+        KVLADDER__HTTP__TOKEN=TOKEN,
         KVLADDER__TIERS__NVME__PATH=str(folder / "kv"),
         KVLADDER__TIERS__NVME__CAPACITY="64 MiB",
         KVLADDER__TIERS__NVME__WHEN=when,
         **env,
     )
+    server.hints_port = port
+    return server
 
 
-def require_its_trace(collector: Collector, number: int) -> None:
+def require_its_trace(collector: Collector) -> None:
     """Check that a request's loads are in the trace that its HTTP header named."""
     lookup, fetch, read, copy, save = (f"kvladder.{name}" for name in SPANS)
 
     def below() -> list[Received]:
-        return descendants([*collector.spans], f"{PARENT + number:016x}")
+        return descendants([*collector.spans], f"{PARENT:016x}")
 
     wanted = {lookup, fetch, read, copy, save, "llm_request"}  # the last one is vLLM's
     until(lambda: {span.name for span in below()} >= wanted)
     found = below()
-    assert {span.trace for span in found} == {f"{TRACE + number:032x}"}
+    assert {span.trace for span in found} == {f"{TRACE:032x}"}
     ids = {span.id: span.name for span in found}
     parents = {(span.name, ids.get(span.parent, "the request")) for span in found}
     assert parents >= {(lookup, "the request"), (fetch, lookup), (read, fetch), (copy, fetch)}
@@ -111,6 +119,29 @@ def require_that_a_session_ends(server: Server) -> None:
 def collector() -> Iterator[Collector]:
     with Collector() as collector:
         yield collector
+def require_prefetched(server: Server, expected: list[int]) -> None:
+    """Check that a hint brings a prompt up before its request, which is then served from host."""
+    blocks = HITS // BLOCK
+    assert server.hint("prefetch", tokens=PROMPT, salt="nobody")[0] == "missing"
+    assert server.hint("prefetch", tokens=PROMPT, salt="a tenant") == ("accepted", "", blocks)
+    until(lambda: server.hints()["in_flight"] == 0)
+    given = {"kvladder": {"report": True}}
+    body = {"model": "MODEL", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "cache_salt": "a tenant"}
+    answer = json.loads(server.get("v1/completions", body | {"kv_transfer_params": given}))
+    assert answer["choices"][0]["token_ids"] == expected
+    assert answer["kv_transfer_params"]["kvladder"]["served_from"] == {"host": HITS}
+
+
+def require_verbs(server: Server) -> None:
+    """Check that the verbs move and rank the blocks of a prompt, without a request."""
+    named, blocks = {"tokens": PROMPT, "salt": "a tenant"}, HITS // BLOCK
+    for verb, more in (("pin", {"ttl_s": 60}), ("retain", {"priority": 50})):
+        assert server.hint(verb, **more, **named) == ("accepted", "", blocks)
+    assert server.hint("share", **named)[:2] == ("rejected", NOT_SHARED)
+    assert server.hint("demote", to="nvme", **named)[::2] == ("accepted", blocks)
+    assert server.hint("demote", to="out", **named)[0] == "accepted"
+    assert server.hint("pin", ttl_s=60, **named)[0] == "missing"
 
 
 @pytest.mark.versions
@@ -145,12 +176,16 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
     for server, expected, at_risk in zip(again, said, (0, 1), strict=True):
         server.ready()
         assert server.complete(PROMPT, "somebody else") == (expected, 0)
-        headers = {"traceparent": f"00-{TRACE + at_risk:032x}-{PARENT + at_risk:016x}-01"}
-        told = server.complete(PROMPT, "a tenant", headers=headers)
-        assert told == (expected, HITS)
-        require_its_trace(collector, at_risk)
+        if at_risk:
+            require_prefetched(server, expected)
+        else:
+            headers = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+            told = server.complete(PROMPT, "a tenant", headers=headers)
+            assert told == (expected, HITS)
+            require_its_trace(collector)
         # the last counters come with the step that ends the last copy, after the answer
         until(lambda: sum(server.counts("hit_blocks_total", "nvme")) * BLOCK == HITS)  # noqa: B023
         assert len(server.lines("has not passed on to nvme yet are lost")) == at_risk
+        require_verbs(server)
     for server in again:
         server.stop()

@@ -66,8 +66,7 @@ class StackCommands:
 
         def rank(key: BlockKey, meta: BlockMeta) -> _Fate:
             floor = priority if is_prefix else min(meta.floor, priority)
-            ranked = meta._replace(priority=priority, floor=floor, until_s=until_s)
-            self._stack.used(key, ranked)
+            self._stack.used(key, BlockMeta(priority, floor, meta.hits, until_s, meta.terms))
             return "done"
 
         return self._each(keys, salt, rank)
@@ -128,10 +127,10 @@ class StackCommands:
         for index in self._stack.indexes.values():
             place = index.place(key)
             if place is not None:
-                meta = index.meta(place)
-                if meta.terms.salt != salt:
+                if index.salt(place) != salt:
                     return None
-                found = found or meta
+                if found is None:
+                    found = index.meta(place)
         return found
 
     def _each(

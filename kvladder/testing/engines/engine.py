@@ -8,6 +8,7 @@ from typing import Any
 
 from kvladder.connectors.base import Connector
 from kvladder.gpu.copy.copier import JobId
+from kvladder.hints import HintExecutor
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.eviction import PRIORITY_MAX
@@ -108,6 +109,9 @@ class ConnectorEngine(SampleEngine):
         self._names = KeyScheme(
             connector.manager.namespace, block_tokens=connector.manager.layout.block_tokens
         )
+        executor = HintExecutor.of(connector.manager)
+        if executor.name_blocks is None:
+            executor.name_blocks = lambda tokens, salt: [self.keys(tokens, salt)]
         self._blocks: dict[JobId, Sequence[int]] = {}
         """Blocks of the jobs in flight."""
         self._loaded: dict[JobId, int] = {}

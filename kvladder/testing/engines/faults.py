@@ -14,6 +14,7 @@ from kvladder.arena import Arena
 from kvladder.gpu.copy.copier import CopyJob, Direction, ThreadedCopier
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeStore, FakeTier, Hang
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.tiers.context import TierContext
 
 HELD_S = 0.001
@@ -88,7 +89,10 @@ class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ColdTier(FakeTier):
-    """A durable tier of one test; ``Cold.tier_class`` is the subclass that a stack opens."""
+    """A tier of one test, durable unless engines share it.
+
+    ``Cold.tier_class`` is the subclass that a stack opens.
+    """
 
     Options: ClassVar = NoOptions
     cold: ClassVar[Cold]
@@ -96,26 +100,40 @@ class ColdTier(FakeTier):
 
     def __init__(self, options: NoOptions) -> None:
         del options
-        super().__init__(store=self.cold.store, durable=True)
+        super().__init__(store=self.cold.store, durable=not self.shared)
 
     async def open(self, context: TierContext) -> None:
         self.cold.opened.append((self, asyncio.get_running_loop()))
         await super().open(context)
 
 
+class SharedColdTier(ColdTier, SharedFakeTier):
+    """The same tier, shared by engines; each may remove any block."""
+
+    def __init__(self, options: NoOptions) -> None:
+        super().__init__(options)
+        self.removable = lambda _: True
+
+
 class Cold:
     """The cold tier of a test: its medium, its faults, and the class to register as a type."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
         self.store = FakeStore()
         self.opened: list[tuple[ColdTier, asyncio.AbstractEventLoop]] = []
         """The tiers that were opened, each with its loop."""
-        self.tier_class: type[ColdTier] = type("OneColdTier", (ColdTier,), {"cold": self})
+        bases = (SharedColdTier,) if is_shared else (ColdTier,)
+        self.tier_class: type[ColdTier] = type("OneColdTier", bases, {"cold": self})
 
     @property
     def keys(self) -> set[BlockKey]:
         """Keys of the blocks on the medium."""
         return {record.key for space in self.store.spaces.values() for record in space.values()}
+
+    @property
+    def reads(self) -> int:
+        """Number of blocks that reads have asked for."""
+        return sum(sum(tier.batches("get")) for tier, _ in self.opened)
 
     def damage(self, keys: set[BlockKey]) -> None:
         """Damage the bytes that reads of these blocks return."""
