@@ -244,10 +244,7 @@ def test_a_moved_region_does_not_move_back_at_once() -> None:
 class RebalanceMachine(RuleBasedStateMachine):
     """Requests of two groups that share memory; regions move between their pools at any time."""
 
-    @initialize(
-        tiers=st.sampled_from([False, False, True]), regions=st.integers(9, 20), wide=st.booleans()
-    )
-    def start(self, tiers: bool, regions: int, wide: bool) -> None:
+    def open(self, tiers: bool, regions: int, wide: bool) -> None:
         groups = (FULL, FAR) if wide else (NEAR, FULL)
         self.engine = Shared(HOST if tiers else {"gpu": {}}, *groups, regions=regions)
         self.live: list[Request] = []
@@ -313,18 +310,26 @@ class RebalanceMachine(RuleBasedStateMachine):
                 self.engine.close()
 
 
-TestRebalanceMachine = pytest.mark.slow(RebalanceMachine.TestCase)
-TestRebalanceMachine.settings = profile(max_examples=30, stateful_step_count=40, deadline=None)
+class AnyStack(RebalanceMachine):
+    """Has tiers in one of three runs."""
+
+    @initialize(
+        tiers=st.sampled_from([False, False, True]), regions=st.integers(9, 20), wide=st.booleans()
+    )
+    def start(self, tiers: bool, regions: int, wide: bool) -> None:
+        self.open(tiers, regions, wide)
 
 
 class WithoutTiers(RebalanceMachine):
     """Copies nothing in threads, so that a run which is repeated does the same."""
 
     @initialize(regions=st.integers(9, 20), wide=st.booleans())
-    def begin_without_tiers(self, regions: int, wide: bool) -> None:
-        RebalanceMachine.start(self, False, regions, wide)
+    def start(self, regions: int, wide: bool) -> None:
+        self.open(False, regions, wide)
 
-    start = None
+
+TestRebalanceMachine = pytest.mark.slow(AnyStack.TestCase)
+TestRebalanceMachine.settings = profile(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def find(fault: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
