@@ -17,13 +17,14 @@ from kvladder import ConfigError, Layout
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.manager import CacheManager
-from kvladder.otel.provider import ABORT_S, ENDPOINTS, FLUSH_S, PROTOCOLS, open_outlet
+from kvladder.otel import provider
+from kvladder.otel.provider import ENDPOINTS, PROTOCOLS, open_outlet
 from kvladder.testing.redisserver import free_ports
 from tests.kit.collector import Collector, descendants
 from tests.kit.source import ROOT
 from tests.kit.traffic import forgotten, keys, save, stored
 from tests.otel.headers import HEADERS, PARENT, TRACE
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 LAYOUT = Layout(block_tokens=16, block_bytes=16 << 10, fields={"model": "traced"})
 EACH = ("kvladder.save", "kvladder.fetch", "kvladder.read")
@@ -84,6 +85,7 @@ def test_spans_arrive_at_the_collector_that_the_environment_names(
 def test_the_last_spans_are_sent_when_the_cache_closes(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(provider, "FLUSH_S", PATIENCE_S)  # a busy machine sends late
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with kvladder.open_cache(source(tmp_path), layout=LAYOUT) as cache:
@@ -121,7 +123,7 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(
     finally:
         began_s = time.monotonic()
         cache.close()
-    assert time.monotonic() - began_s < FLUSH_S + ABORT_S + 10
+    assert time.monotonic() - began_s < 28, "the SDK alone would wait for 30 s"
     assert not collector.spans
 
 

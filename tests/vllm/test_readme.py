@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
+from kvladder.testing.redisserver import free_ports
 from tests.kit.collector import Collector, Received, descendants
 from tests.otel.headers import PARENT, TRACE
-from kvladder.testing.redisserver import free_ports
 from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import TOKEN, FreshServer, Server
@@ -119,6 +119,8 @@ def require_that_a_session_ends(server: Server) -> None:
 def collector() -> Iterator[Collector]:
     with Collector() as collector:
         yield collector
+
+
 def require_prefetched(server: Server, expected: list[int]) -> None:
     """Check that a hint brings a prompt up before its request, which is then served from host."""
     blocks = HITS // BLOCK
