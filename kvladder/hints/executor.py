@@ -266,7 +266,14 @@ class HintExecutor:
         )
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
-        """Do what an order says with blocks that are in host memory."""
+        """Do what an order says with blocks that are in host memory.
+
+        An order that has waited may name a level that is gone: its blocks are then refused.
+        """
+        try:
+            self.require(order)
+        except RefusedHint:
+            return Moved(refused=len(keys))
         if isinstance(order, ShareHint):
             return self._commands.send(keys, salt, order.to or self._commands.shared_levels[0])
         if order.to == OUT:
@@ -498,12 +505,14 @@ class HintExecutor:
         self._manager.post(self._look)
 
     def _look(self) -> None:
-        self.poll()
-        with self._lock:
-            self._is_polled = not self._is_closed and bool(self._fetching or self._later)
-            again = self._is_polled
-        if again:
-            asyncio.get_running_loop().call_later(POLL_S, self._look)
+        try:
+            self.poll()
+        finally:
+            with self._lock:
+                self._is_polled = not self._is_closed and bool(self._fetching or self._later)
+                again = self._is_polled
+            if again:
+                asyncio.get_running_loop().call_later(POLL_S, self._look)
 
     def _end(self, one: _Fetching) -> None:
         if one.then is not None:

@@ -22,6 +22,7 @@ from kvladder.policy.tenants import Limits
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.ladder.commands import StackCommands
 from tests.stack.caches import cache_of, flushed
 
 PROMPT = SimCache.keys(*range(1, 7))
@@ -266,6 +267,29 @@ async def test_blocks_that_are_never_saved_are_looked_for_seldom_and_not_for_eve
         await asyncio.sleep(0.01)
     assert tried == [len(PROMPT)] * len(tried)
     assert 10 < len(tried) < 50
+
+
+async def test_an_order_for_a_level_that_is_gone_is_given_up(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.cache.save(PROMPT[:4])
+    hints = begin(told.hints, envelope({"do": "share"}), salt="")
+    monkeypatch.setattr(StackCommands, "shared_levels", [])
+    hints.finish(told.hints, [PROMPT], "")
+    assert not told.hints._later
+    assert told.tell(do="share", keys=hex_of(PROMPT)).outcome == "rejected"
+    assert told.where(PROMPT[:4]) == ["host"] * 4
+
+
+async def test_the_loop_ends_fetches_and_late_orders_by_itself(told: Told) -> None:
+    told.cache.save(PROMPT[:4])
+    finished(told, PROMPT, do="demote", to="level1")
+    await told.cache.settle()
+    assert told.tell(do="prefetch", keys=hex_of(PROMPT[:4])).outcome == "accepted"
+    told.cache.save(PROMPT[4:])
+    await asyncio.sleep(2)
+    assert told.hints.counts()["in_flight"] == 0
+    assert told.where(PROMPT[4:]) == ["level1"] * 2
 
 
 async def test_a_session_names_the_blocks_of_its_last_request(told: Told) -> None:
