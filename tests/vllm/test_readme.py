@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
+from kvladder.testing.redisserver import free_ports
 from tests.kit.collector import Collector, Received, descendants
 from tests.otel.headers import PARENT, TRACE
-from kvladder.testing.redisserver import free_ports
 from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import TOKEN, FreshServer, Server
