@@ -42,6 +42,8 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     to: str | None = None
     """Level that gets them; None for levels that outlive the engine."""
+    begin: bool = True
+    """False to ask only for the progress."""
     stop: bool = False
     """True to take blocks again."""
     wait_s: Wait = 0.0
@@ -124,9 +126,9 @@ class ChangeAnswers:
         async def draining() -> dict[str, Any]:
             if wanted.stop:
                 await drain.stop()
-            else:
+            elif wanted.begin:
                 await drain.begin(wanted.to)
-                await drain.wait(wanted.wait_s)
+            await drain.wait(wanted.wait_s)
             return drain.as_dict()
 
         return await self._there(draining())

@@ -155,7 +155,7 @@ def drain(
         while done["state"] == "draining" and waited_s < wait_s:
             _progress(path, done["looked_at"], done["blocks"])
             step_s = min(STEP_S, wait_s - waited_s)
-            done = ask(path, {"command": "drain", "to": to, "wait_s": step_s})
+            done = ask(path, {"command": "drain", "begin": False, "wait_s": step_s})
             waited_s += step_s
         answers[str(path)] = done
         left = ", ".join(f"{n} because {why}" for why, n in done["left"].items()) or "none"
