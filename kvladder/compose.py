@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvladder.arena import Arena, Slot
+from kvladder.changing.answers import ChangeAnswers
+from kvladder.changing.changer import StackChanger
+from kvladder.config.levels import level_definition, named_layout
 from kvladder.config.registry import finder
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
@@ -22,6 +24,7 @@ from kvladder.control.server import ControlServer
 from kvladder.control.sockets import BoundSocket, socket_path
 from kvladder.errors import ConfigError
 from kvladder.hints.executor import apply_posted
+from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
@@ -38,8 +41,6 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings, told_apart
 from kvladder.tiers.context import Clock
 from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import AccessListener, EventBuffer, Shared
-from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
-from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 from kvladder.tiers.spans import Tracer
 from kvladder.traces.files import TraceFiles
@@ -92,7 +93,7 @@ def open_manager(
     config.check(layout)
     _require_effect(config, pools=pools, serves=serves)
     warn_at_start(config)
-    named = _named(config, layout)
+    named = named_layout(config, layout)
     space = named.namespace(salt=config.block.salt)
     find = finder(layout, space)
     edges = [PipelineSettings(level.make_codecs(), find) for level in config.levels]
@@ -117,7 +118,6 @@ def open_manager(
         if publisher is not None:
             undo.callback(publisher.close)
         runtime.call(stack.open(layout, space, runtime.threads))
-        in_effect = "\n".join(_in_effect(stack))
         if publisher is not None:
             publisher.start()
         recorder = _recorder(config, layout, stack, instance)
@@ -131,24 +131,32 @@ def open_manager(
             portal=runtime,
             fetch_deadline_s=config.fetch.deadline_s,
             kinds=told_apart(layout, chain.from_iterable(pipeline.codecs for pipeline in edges)),
-            description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
+            description=_description(config, layout, stack, space),
             publisher=publisher,
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
-        _admit(config, manager, stack, runtime, instance, serves=serves)
+        _admit(config, layout, manager, stack, runtime, instance, pools=pools, serves=serves)
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
 
 
+def _description(config: StackConfig, layout: Layout, stack: TierStack, space: Namespace) -> str:
+    """Return the resolved configuration as text, and what each tier says of itself."""
+    in_effect = "\n".join(_in_effect(stack))
+    return f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}"
+
+
 def _admit(
     config: StackConfig,
+    layout: Layout,
     manager: CacheManager,
     stack: TierStack,
     runtime: Runtime,
     instance: int,
     *,
+    pools: bool,
     serves: bool,
 ) -> None:
     """Begin what uses the cache beside the engine: the shadow, its HTTP server, the export."""
@@ -159,7 +167,24 @@ def _admit(
     if (tracer := stack.shared.tracer) is not None:
         manager.admit(tracer)
     if config.control.path is not None or config.http.listen is not None:
-        _serve_http(config, manager, stack, runtime, instance)
+        answers = _serve_http(config, manager, stack, runtime, instance)
+
+        def changed(now: StackConfig) -> None:
+            manager.description = _description(now, layout, stack, manager.namespace)
+            answers.know(levels=_listed(now))
+
+        changer = StackChanger(
+            manager,
+            stack,
+            config,
+            layout,
+            runtime,
+            require=lambda new: _require_effect(new, pools=pools, serves=serves),
+            changed=changed,
+        )
+        changes = ChangeAnswers(manager, stack, runtime, changer)
+        changes.join(answers)
+        manager.admit(changes)
     if config.export.listen is not None:
         export = _export(config, manager, stack, runtime, instance, serves=serves)
         manager.admit(export)
@@ -182,9 +207,13 @@ def _tracer(config: StackConfig, layout: Layout, clock: Clock, undo: ExitStack) 
     return tracer
 
 
+def _listed(config: StackConfig) -> list[dict[str, str]]:
+    return [{"name": one.name, "type": one.type} for one in config.tiers]
+
+
 def _serve_http(
     config: StackConfig, manager: CacheManager, stack: TierStack, runtime: Runtime, instance: int
-) -> None:
+) -> CacheAnswers:
     """Begin to answer at the control socket and at the port, as far as they are configured."""
     from kvladder import __version__ as version
 
@@ -193,7 +222,7 @@ def _serve_http(
         "version": version,
         "block_tokens": layout.block_tokens,
         "block_bytes": layout.block_bytes,
-        "levels": [{"name": one.name, "type": one.type} for one in config.tiers],
+        "levels": _listed(config),
     }
     guard = Guard(config.http.secret, config.http.hosts)
     clock = SystemClock()
@@ -209,6 +238,7 @@ def _serve_http(
     if config.http.listen is not None:
         address = config.http.of(instance)
         server.listen(lambda: BoundPort(address), "HTTP port", guard)
+    return answers
 
 
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
@@ -264,8 +294,11 @@ def _export(
     from kvladder.export.process import Export
 
     threads = runtime.threads("export")
-    private = [level.name for level in stack.levels if not level.tier.shared]
-    offers = ServerOffers(manager, threads) if serves else EngineOffers(manager, threads, private)
+    offers = (
+        ServerOffers(manager, threads)
+        if serves
+        else EngineOffers(manager, threads, stack.private_levels)
+    )
     return Export(
         offers,
         runtime,
@@ -297,19 +330,6 @@ def _publisher(
         hint = "install kvladder[events]"
         raise ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint) from error
     return Publisher(events, stack, block_tokens=layout.block_tokens, device=device)
-
-
-def _named(config: StackConfig, layout: Layout) -> Layout:
-    """Return the layout with the fields that the configuration adds to its namespace."""
-    given = config.model.fingerprint
-    fields = {} if given == "auto" else {"model.fingerprint": given}
-    # blocks move between levels, so caches with a lossy codec share only among themselves
-    lossy = [
-        codec.identity for level in config.levels for codec in level.codecs if codec.make.lossy
-    ]
-    if lossy:
-        fields["codecs"] = ", ".join(sorted(set(lossy)))
-    return replace(layout, fields={**layout.fields, **fields})
 
 
 def build_stack(
@@ -349,7 +369,7 @@ def build_stack(
         shares=config.shares(config.host, arena.slots, layout.slot_bytes),
     )
     levels = [
-        _spec(config, level, layout, shared, pipeline, scratch, make_tier(level))
+        level_definition(config, level, layout, arena.slots, pipeline, scratch, make_tier(level))
         for level, (pipeline, scratch) in zip(config.levels, edges, strict=True)
     ]
     return TierStack(
@@ -359,36 +379,4 @@ def build_stack(
         post=post,
         fetch_blocks_max=max(1, config.fetch.budget.of(arena.slots)),
         worth=FetchCostModel(always=config.fetch.when == "always"),
-    )
-
-
-def _spec(
-    whole: StackConfig,
-    config: LevelConfig,
-    layout: Layout,
-    shared: Shared,
-    pipeline: PipelineSettings,
-    scratch: Sequence[Slot],
-    tier: Tier,
-) -> LevelDefinition:
-    """Return the definition of a level below host; its tier is not opened yet."""
-    breaker = config.breaker
-    calls = CallSettings(
-        timeout_s=config.timeout_s,
-        breaker=BreakerSettings(breaker.failures, breaker.retry_s, breaker.retry_max_s),
-    )
-    queue = max(1, config.queue.of(shared.arena.slots))
-    blocks = config.capacity_blocks(layout)
-    return LevelDefinition(
-        name=config.name,
-        tier=tier,
-        rule=config.rule,
-        capacity_blocks=blocks,
-        policy=config.make_policy(),
-        settings=LevelSettings(calls, queue_blocks=queue, pipeline=pipeline),
-        required=config.required,
-        verify=any(codec.checks for codec in config.make_codecs()),
-        scratch=scratch,
-        shares=whole.shares(config, blocks, config.block_bytes(layout)),
-        endurance_bytes=config.endurance_bytes,
     )

@@ -96,10 +96,12 @@ class CacheManager:
         self._portal = portal
         self.post = portal.post
         """Calls a function on the loop thread, soon; from any thread."""
-        self._fetch_deadline_s = fetch_deadline_s
+        self.fetch_deadline_s = fetch_deadline_s
+        """Default deadline of a fetch."""
         self.kinds = kinds
         """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
-        self._description = description
+        self.description = description
+        """The resolved configuration as text."""
         self._publisher = publisher
         self.limits = limits
         """Limits on the priorities that a request may ask for."""
@@ -184,7 +186,7 @@ class CacheManager:
         self.sessions.met(session, keys)
         if saves is None:
             saves = AvoidedCompute(len(keys) * self.layout.block_tokens)
-        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
+        within_s = self.fetch_deadline_s if deadline_s is None else deadline_s
         fetch = Fetch(
             keys,
             stack=self._stack.loader,
@@ -223,7 +225,7 @@ class CacheManager:
         """
         assert len(keys) <= SET_MAX, "expected at most SET_MAX blocks"
         self.sessions.met(None, keys)
-        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
+        within_s = self.fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
         with self._stack.lock:
             found = self._stack.loader.fetchable(unique, bits)
@@ -253,7 +255,7 @@ class CacheManager:
         piece has its own deadline and leaves a share of the slots to others. After the piece is
         used, ``BatchedFetch.advance`` begins the next one. Slots go to callers in order of arrival.
         """
-        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
+        within_s = self.fetch_deadline_s if deadline_s is None else deadline_s
 
         def begin(part: Sequence[BlockKey]) -> Fetch:
             if whole_set:
@@ -507,13 +509,14 @@ class CacheManager:
         """Return counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
         self._unreleased.settle()
-        said = [level.client.gauges() for level in stack.levels]  # theirs, so without the lock
+        levels = [*stack.levels]  # one may be attached or detached meanwhile
+        said = [level.client.gauges() for level in levels]  # theirs, so without the lock
         with stack.lock:
             size = self.layout.block_bytes
             host = {**stack.host.stats.as_dict(size), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
             found: Stats = {stack.host.name: host}
-            for level, own in zip(stack.levels, said, strict=True):
+            for level, own in zip(levels, said, strict=True):
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
             found["misses"] = stack.loader.misses.as_dict(self.layout.block_tokens)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
@@ -531,7 +534,7 @@ class CacheManager:
         out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
         now = chain.from_iterable(lines() for lines in self._described)
         left = (f"{name} is left out: {why}" for name, why in out)
-        return "\n".join([self._description, *now, *left])
+        return "\n".join([self.description, *now, *left])
 
     def idle(self) -> bool:
         """Return whether no level has anything left to write."""

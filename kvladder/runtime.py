@@ -35,7 +35,7 @@ class Runtime:
         self._notices = Notices(SystemClock().now)
         self.faults = 0
         """Number of errors that stopped the loop (it was restarted) or that no code awaited."""
-        self._pools: list[BlockingPool] = []
+        self._pools: dict[str, BlockingPool] = {}
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._closed = False
         self._thread.start()
@@ -81,17 +81,26 @@ class Runtime:
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``work`` on the loop, and return at once what its result will be."""
+        """Run ``work`` on the loop; the future is its result, and cancels it.
+
+        Raises
+        ------
+        ClosedError
+            The runtime is closed.
+        """
         if self._closed:
             work.close()
             raise ClosedError("the runtime is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def threads(self, name: str) -> Blocking:
-        """Return a function that runs blocking calls in its own few threads, named ``name``."""
-        pool = BlockingPool(THREADS, f"kvladder-{name}")
-        self._pools.append(pool)
-        return pool.run
+        """Return a function that runs blocking calls in its own few threads, named ``name``.
+
+        A later user of the same name, such as a level that is attached again, gets the same ones.
+        """
+        if name not in self._pools:
+            self._pools[name] = BlockingPool(THREADS, f"kvladder-{name}")
+        return self._pools[name].run
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Cancel the tasks on the loop and end all threads; may be called again.
@@ -107,7 +116,7 @@ class Runtime:
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
-        for pool in self._pools:
+        for pool in self._pools.values():
             pool.close(timeout_s=0.1)
         if self._thread.is_alive():
             logger.warning("the kvladder loop thread did not end in %g s: abandoned", timeout_s)

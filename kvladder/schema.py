@@ -115,6 +115,11 @@ def load_yaml(path: Path) -> object:
         raise ConfigError(why, path=str(path), hint="expected a readable YAML file") from error
     except UnicodeDecodeError:
         raise ConfigError("not UTF-8 text", path=str(path), hint="expected a YAML file") from None
+    return parsed(text, str(path))
+
+
+def parsed(text: str, path: str) -> object:
+    """Return the plain data in the text of a file; raises ConfigError as ``load_yaml`` does."""
     try:
         return parse_yaml(text)
     except yaml.YAMLError as error:
@@ -122,7 +127,7 @@ def load_yaml(path: Path) -> object:
         problem = getattr(error, "problem", None) or "not YAML"
         problem = re.sub(r"'(?!<)[^']{2,}'", "'...'", problem)
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else path
         raise ConfigError(problem, path=where, hint="expected valid YAML") from None
 
 

@@ -319,6 +319,10 @@ class FetchCostModel:
     """
 
     def __init__(self, *, always: bool = False) -> None:
+        self.decide(always=always)
+
+    def decide(self, *, always: bool) -> None:
+        """Begin anew, with or without recording; see the class."""
         self._always = always
         self._few, self._short, self._long = _Steps(), _Steps(), _Steps()
         """Steps of fewer than ``TOKENS_MIN`` tokens, of fewer than ``SAMPLE_TOKENS`` (these hide

@@ -111,6 +111,10 @@ class Tenants:
         """True if no block is recorded."""
         return not (self._held.of or self._raised.of)
 
+    def knows(self, place: int) -> bool:
+        """Return whether the block at a place is recorded."""
+        return place in self._held or place in self._raised
+
     def matters(self, salt: bytes, priority: int) -> bool:
         """Return whether blocks of this salt and priority must be recorded."""
         return bool(salt and self.shares.tenant is not None) or self.raises(priority)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from math import inf
+from typing import ClassVar
 
 from kvladder.errors import TierError
 from kvladder.tiers.context import Progress, TierContext
@@ -118,6 +119,10 @@ class Tier(Medium, ABC):
     when the tier is full. It puts a useless block again, with ``Write.replace`` set.
     """
 
+    resizes: ClassVar[bool] = False
+    """True if ``resize`` changes the capacity of the open tier. Without it, a level of a private
+    tier keeps its capacity until it is opened again. Shared tiers need no ``resize``."""
+
     def __repr__(self) -> str:
         kept = "shared" if self.shared else "durable" if self.durable else "not durable"
         state = "" if hasattr(self, "context") else ", not open yet"
@@ -189,6 +194,19 @@ class Tier(Medium, ABC):
         """
         return
         yield []  # pragma: no cover - makes this an async generator
+
+    async def resize(self, capacity_blocks: int) -> None:
+        """Get ready for places below another capacity, and give up the space of all others.
+
+        Called only if ``resizes`` is True. No block is stored at a place that is given up, and no
+        call concerns one. Other calls may be running.
+
+        Raises
+        ------
+        TierError
+            It is not possible, now or at all: nothing has changed.
+        """
+        raise TierError("this tier does not implement resize", temporary=False)
 
     async def aclose(self) -> None:
         """End every transfer and release every resource; may be called again."""

@@ -52,6 +52,10 @@ class Source:
     """Path in the short form of each setting that was not set again since."""
     notes: dict[str, str] = field(default_factory=dict[str, str])
     """Explanation of a default, by path."""
+    given: object = field(default=None, repr=False)
+    """The content of the file or the mapping, before other sources."""
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """The settings by the engine."""
 
     def who(self, path: str) -> tuple[Origin, str]:
         """Return the origin of the value at a path, and its environment variable or ""."""
@@ -129,6 +133,7 @@ def read(
     *,
     env: Mapping[str, str],
     overrides: Mapping[str, Any] | None,
+    file: str = "",
 ) -> Source:
     """Read settings; later sources override earlier ones: ``source``, environment, ``overrides``.
 
@@ -141,16 +146,19 @@ def read(
         ``KVLADDER__ARENA__SIZE`` or ``KVLADDER__TIERS__<name>__CAPACITY`` set single values.
     overrides:
         Settings by the engine: nested like the file, with ``tiers`` as a mapping by name.
+    file:
+        The file that a mapping was read from, for errors.
 
     Raises
     ------
     ConfigError
         The file cannot be read or is not YAML, a variable is unset, or an override names nothing.
     """
-    file = "" if isinstance(source, Mapping) else str(source)
+    file = file if isinstance(source, Mapping) else str(source)
     found = Source({"": ("file" if file else "given", "")}, file)
     with found.explained():
         given = source if isinstance(source, Mapping) else load_yaml(Path(source))
+        found.given, found.overrides = given, overrides or {}
         _gather(found, given, env, overrides or {})
     return found
 

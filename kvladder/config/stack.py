@@ -347,6 +347,7 @@ def load_config(
     *,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    file: str = "",
 ) -> StackConfig:
     """Read and check a configuration.
 
@@ -360,13 +361,16 @@ def load_config(
     overrides:
         Settings by the engine, nested like the file with ``tiers`` as a mapping by name. They
         override file and environment.
+    file:
+        The file that a mapping was read from, for errors.
 
     Raises
     ------
     ConfigError
         It is wrong; the message says where, what was found and what is expected.
     """
-    found = read(source, env=os.environ if env is None else env, overrides=overrides)
+    environ = os.environ if env is None else env
+    found = read(source, env=environ, overrides=overrides, file=file)
     with found.explained():
         return _built(found)
 

@@ -102,6 +102,14 @@ class CacheAnswers:
             HINTS: {"POST": hints},
         }
 
+    def offer(self, path: str, method: str, answer: Answer) -> None:
+        """Answer another path; before the first request."""
+        self._paths.setdefault(path, {})[method] = answer
+
+    def know(self, **facts: Any) -> None:
+        """Show these facts from now on."""
+        self._facts |= facts
+
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         """Return the answer to a request."""
         path = BLOCKS if request.path.startswith(BLOCKS) else request.path

@@ -28,6 +28,8 @@ REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
 PEER_S: Final = 0.2
 """Time limit for finding out which process listens at a socket."""
+POSTED: Final = frozenset({"purge", "change", "drain", "warm", "hottest"})
+"""Commands that are sent as ``POST``, with their arguments."""
 _USER_HINT: Final = "ask as the user that runs the engine, or as root"
 _OTHER_HINT: Final = "end that process, or give each engine its own socket, e.g. with ${NAME}"
 _PEER: Final = Struct("iII")
@@ -217,8 +219,8 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     path:
         The cache's control socket.
     request:
-        ``command`` (``stats``, ``describe``, ``status`` or ``purge``) and its arguments, see
-        ``docs/how-to/control.md``.
+        ``command`` (``stats``, ``describe``, ``status``, or one of ``POSTED``) and its arguments,
+        see ``docs/how-to/control.md``.
     timeout_s:
         Time limit for the answer, in seconds.
 
@@ -235,9 +237,10 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     arguments = {name: value for name, value in request.items() if name != "command"}
     try:
         with closing(UnixConnection(path, timeout_s)) as client:
-            if command == "purge":
+            if command in POSTED:
                 body = msgspec.json.encode(arguments)
-                client.request("POST", "/purge", body, {"Content-Type": "application/json"})
+                kind = {"Content-Type": "application/json"}
+                client.request("POST", f"/{command}", body, kind)
             else:
                 client.request("GET", "/describe" if command == "describe" else "/status")
             answer = client.getresponse()

@@ -46,7 +46,8 @@ class Announcer:
     ) -> None:
         self._events = ladder.events
         self._lock = ladder.lock
-        self._indexes = {**(above or {}), **ladder.indexes}
+        self._above = above or {}
+        self._ladder = ladder
         self._order = order
         self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
         self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
@@ -57,14 +58,20 @@ class Announcer:
         self._renew = False
         self._doubt()
 
+    @property
+    def _indexes(self) -> dict[str, Holdings]:
+        """The blocks of each level; levels may be attached and detached."""
+        return {**self._above, **self._ladder.indexes}
+
     def _doubt(self) -> None:
         """Compare everything in the next calls."""
         self._doubts.clear()
         for name, index in self._indexes.items():
             if index.places:
                 self._doubts.append((name, self._held(index)))
-            if self._told[name]:
-                self._doubts.append((name, iter(list(self._told[name]))))
+        for name, told in self._told.items():
+            if told:
+                self._doubts.append((name, iter(list(told))))
 
     def _held(self, index: Holdings) -> Iterator[BlockKey]:
         """Yield the blocks of a level, read a part at a time. Events tell of later changes."""
@@ -152,8 +159,9 @@ class Announcer:
     ) -> None:
         """Announce differences and note them in ``_told``, so later events do not repeat them."""
         held: dict[str, set[BlockKey]] = {}
+        indexes = self._indexes
         for name in names:
-            index = self._indexes[name]
+            index = indexes.get(name, ())
             with self._lock:
                 held[name] = {key for key in batch if key in index}
         for levels, run in groupby(batch, key=lambda key: [n for n in names if key in held[n]]):
@@ -165,7 +173,7 @@ class Announcer:
             self._removed(found, name, gone, "lost")
 
     def _stored(self, found: list[Stored | Removed], level: str, keys: Sequence[BlockKey]) -> None:
-        told = self._told[level]
+        told = self._told.setdefault(level, set())
         news = tuple(key for key in keys if key not in told)
         if news:
             told.update(news)
@@ -174,7 +182,7 @@ class Announcer:
     def _removed(
         self, found: list[Stored | Removed], level: str, keys: Sequence[BlockKey], reason: Reason
     ) -> None:
-        told = self._told[level]
+        told = self._told.setdefault(level, set())
         news = tuple(key for key in keys if key in told)
         if news:
             told.difference_update(news)

@@ -23,14 +23,20 @@ class Messages:
         self._tokens = block_tokens if device is None else device.block_tokens
         self._device = device
         self._known: dict[BlockKey, Known] = {} if device is None else device.known
-        (host, medium), *below = ladder.media.items()
+        self._ladder = ladder
+        (host, medium), *_ = ladder.media.items()
         self._where: dict[str, tuple[str, str | None]] = {host: (medium, None)}
-        self._where.update((name, (medium, name)) for name, medium in below)
+        self._look()
         above: dict[str, Holdings] = {}
         if device is not None:
             self._where[DEVICE] = (MEDIUM, None)
             above[DEVICE] = device
         self._announcer = Announcer(ladder, above=above, order=lambda: list(self._known))
+
+    def _look(self) -> None:
+        """Note the media of the levels as they are now; levels that are gone stay known."""
+        _, *below = self._ladder.media.items()
+        self._where.update((name, (medium, name)) for name, medium in below)
 
     @property
     def pending(self) -> bool:
@@ -51,6 +57,8 @@ class Messages:
                 self._announcer.renew()
         found: list[BlockStored | BlockRemoved] = []
         for event in self._announcer.take():
+            if event.level not in self._where:  # it was attached since
+                self._look()
             if isinstance(event, Removed):
                 found.append(self._removed(event))
             else:

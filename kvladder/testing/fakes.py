@@ -11,6 +11,7 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
@@ -95,6 +96,8 @@ class FakeTier(Tier):
         The level's breaker: the number of failures in a row of one operation, and the seconds
         for which the level must then not call it. An earlier ``put`` or ``remove`` is a violation.
     """
+
+    resizes = True
 
     def __init__(
         self,
@@ -273,6 +276,15 @@ class FakeTier(Tier):
             ]
         for start in range(0, len(found), RECOVER_BATCH):
             yield found[start : start + RECOVER_BATCH]
+
+    async def resize(self, capacity_blocks: int) -> None:
+        async with self._call("resize", ()):
+            beyond = [place for place in self.records if self._is_beyond(place, capacity_blocks)]
+            self._require(not beyond, "a block is stored at a place that is given up")
+            self.context = replace(self.context, capacity_blocks=capacity_blocks)
+
+    def _is_beyond(self, place: int | BlockKey, capacity_blocks: int) -> bool:
+        return isinstance(place, int) and place >= capacity_blocks
 
     def gauges(self) -> Mapping[str, int]:
         self._say("gauges")

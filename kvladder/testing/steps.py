@@ -12,8 +12,9 @@ from typing import Any, Literal
 from kvladder.errors import TierError, TierFull
 
 Operation = Literal[
-    "open", "get", "put", "remove", "contains", "recover", "purge", "spare", "gauges", "aclose"
-]
+    "open", "get", "put", "remove", "contains", "recover", "purge", "resize", "spare", "gauges",
+    "aclose",
+]  # fmt: skip
 SAID_AT_ONCE = ("spare", "gauges")
 """Synchronous operations; only a step that names one in ``on`` applies to it."""
 

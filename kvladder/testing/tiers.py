@@ -480,6 +480,26 @@ class TierTests(LabelTests):
         assert [kept.place for kept in opened.recovered] == [0]
         assert await blocks.get(tier, blocks.some(0)) == [True]
 
+    async def test_keeps_its_blocks_when_it_is_resized(
+        self, opened: Opener, blocks: SampleBlocks, context: TierContext, capacity: int
+    ) -> None:
+        tier = await opened(replace(context, capacity_blocks=capacity - 1))
+        if not tier.resizes:
+            with pytest.raises(TierError):
+                await tier.resize(capacity)
+            return
+        kept = await blocks.put(tier, 0)
+        await tier.resize(capacity)
+        more = await blocks.put(tier, capacity - 1)
+        assert await blocks.get(tier, [*kept, *more]) == [True, True]
+        await tier.remove(blocks.refs(more))
+        await tier.resize(capacity - 1)
+        assert await blocks.get(tier, kept) == [True]
+        tier = await opened(context)
+        if self.survives:
+            assert [block.place for block in opened.recovered] == [0]
+            assert await blocks.get(tier, kept) == [True]
+
     async def test_another_namespace_finds_nothing(
         self, opened: Opener, blocks: SampleBlocks, context: TierContext
     ) -> None:

@@ -171,7 +171,7 @@ class World:
         """A set of blocks of these prompts is wanted, in no order and with holes."""
         prompts = [self.prompt(number, 8) for number in numbers]
         keys = self.random.sample([key for keys in prompts for key in keys], 4 * len(prompts))
-        levels = self.random.choice((None, ["host"], ["level1"][: len(self.tiers)]))
+        levels = self.random.choice((None, ["host"], ["level1"][: len(self.knobs.levels)]))
         here = self.manager.holding(keys, levels=levels)
         deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
         fetch = self.manager.fetch_set(keys, deadline_s=deadline_s, levels=levels)

@@ -27,13 +27,19 @@ from kvladder.gpu.sizing.groups import Group
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import BATCH, BULK_STEP, StackLock, holding
+from kvladder.policy.adaptive import Adaptive
+from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.publishing.announcer import Announcer
+from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Read, Ref, Write
+from kvladder.tiers.ladder.changing.attaching import LevelAttacher
+from kvladder.tiers.ladder.changing.tuning import LevelTuner, LevelTuning
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.saving import Saving
@@ -276,6 +282,42 @@ async def test_removals_during_a_load_hold_the_lock_briefly(meter: Meter) -> Non
     fetch.release()
     meter.check("resetting")
     assert cache.manager.lookup(held) == (0, 0)
+    await cache.aclose()
+
+
+@pytest.mark.slow
+async def test_changes_of_a_level_hold_the_lock_briefly(meter: Meter) -> None:
+    held = keys_of("held", BLOCKS)
+    cache = await opened(Strict(held, salt="tenant"))
+    (level,), (lifecycle,) = cache.levels, cache.stack.lifecycles
+    tuner = LevelTuner(cache.stack)
+    calls = level.client.settings
+
+    async def tune(what: str, **more: Any) -> None:
+        blocks = more.pop("blocks", level.capacity_blocks)
+        rule, shares = more.pop("rule", OffloadRule()), more.pop("shares", NO_SHARES)
+        tuning = LevelTuning(
+            rule=rule, shares=shares, capacity_blocks=blocks, queue_blocks=BLOCKS, calls=calls,
+            endurance_bytes=None, **more,
+        )  # fmt: skip
+        with cache.stack.lock:
+            tuner.set(level, tuning)
+            cache.stack.rejoin([lifecycle])
+        await tuner.follow(lifecycle, tuning)
+        meter.check(what)
+
+    await tune("another policy", policy=Adaptive())
+    await tune("and back", policy=PrioritizedLRU())
+    await tune("a quota", shares=Shares(tenant=BLOCKS // 2))
+    assert len(level.index) == BLOCKS // 2
+    await tune("a smaller capacity", blocks=BLOCKS // 4)
+    assert len(level.index) == BLOCKS // 4
+    await tune("a threshold", rule=OffloadRule(min_priority=50))
+    assert not len(level.index)
+    await LevelAttacher(cache.stack, LAYOUT, LAYOUT.namespace(), lambda _: inline_blocking).detach(
+        lifecycle, "x", flush_s=1.0
+    )
+    meter.check("detaching")
     await cache.aclose()
 
 

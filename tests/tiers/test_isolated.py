@@ -210,6 +210,9 @@ class TestFaults(TierFixtures):
     async def test_an_isolated_tier_has_the_traits_of_its_tier(self, tier, order):
         plain = UnrulyTier(UnrulyOptions(path=str(order)))
         traits = {**Medium.__annotations__, **Tier.__annotations__}
+        del traits["resizes"]
+        assert plain.resizes
+        assert not tier.resizes, "its child keeps its capacity"
         assert {name: getattr(tier, name) for name in traits} == {
             name: getattr(plain, name) for name in traits
         }

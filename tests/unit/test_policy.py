@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvladder.policy.eviction import (
 )
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.policies import PolicyTests, SortedModel
+from kvladder.tiers.ladder.records.moving import MovingPolicy
 
 PRIORITIES = st.integers(PRIORITY_MIN, PRIORITY_MAX) | st.sampled_from([5, 35, 80])
 
@@ -25,6 +27,45 @@ class TestPrioritizedLRU(PolicyTests):
     @pytest.fixture
     def policy(self) -> EvictionPolicy:
         return PrioritizedLRU()
+
+
+class Moving(MovingPolicy):
+    """A replacement in progress, outside of an index: it remembers priorities itself."""
+
+    def __init__(self) -> None:
+        self.priorities: dict[int, int] = {}
+        known = self.priorities.__getitem__
+        super().__init__(
+            PrioritizedLRU(), PrioritizedLRU(), None, priority=known, key=lambda _: None
+        )
+
+    def push(self, handle: int, priority: int, *, front: bool = False) -> None:
+        self.priorities[handle] = priority
+        super().push(handle, priority, front=front)
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        self.priorities.update(dict.fromkeys(handles, priority))
+        super().push_all(handles, priority)
+
+
+class TestMovingPolicy(PolicyTests):
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        return Moving()
+
+
+def test_blocks_move_in_their_order_and_the_lowest_priority_stays_first() -> None:
+    moving = Moving()
+    for handle in range(100):
+        moving.priorities[handle] = 35 + handle % 3
+        moving.old.push(handle, 35 + handle % 3)
+    whole = [*moving.old]
+    while moving.move(7):
+        order = [*moving]
+        assert sorted(order) == [*range(100)]
+        assert [moving.priorities[handle] for handle in order] == sorted(moving.priorities.values())
+    assert [*moving.new] == whole
+    assert not len(moving.old)
 
 
 class PolicyMachine(RuleBasedStateMachine):

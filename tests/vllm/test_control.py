@@ -20,11 +20,38 @@ def each(salt: str, **more: Any) -> list[Any]:
     return ["each", {"prompts": PROMPTS, "salt": salt, **more}]
 
 
+def write_other(folder: Path, files: Path, socket: Path) -> Path:
+    """Write the stack that the engine gets while it serves: a new level, and a larger one."""
+    tiers = [
+        {"type": "host"},
+        {"name": "middle", "type": "memory", "capacity": "64 MiB", "when": "commit"},
+        {"type": "files", "path": str(files), "capacity": "192 MiB", "when": "commit"},
+    ]
+    path = folder / "other.yaml"
+    whole = {"arena": {"size": "64 MiB"}, "tiers": tiers, "control": str(socket)}
+    path.write_text(yaml.safe_dump(whole))
+    return path
+
+
+def check_changed(answers: list[Any], blue: Any, before: Any) -> None:
+    """Check that requests before and after the change are served from the new stack."""
+    change, _, after, green, _, green_again, now, _ = answers
+    assert change["out"].splitlines() == [
+        "kv.sock: tiers.files.capacity: 128 MiB -> 192 MiB",
+        "kv.sock: tiers.middle: memory, attached below host",
+    ]
+    assert (after["external"], after["tokens"]) == (ALL, blue["tokens"])
+    assert (green_again["external"], green_again["tokens"]) == (ALL, green["tokens"])
+    assert now["middle"]["stored"] >= BLOCKS
+    assert now["files"]["capacity"] > before["files"]["capacity"]
+
+
 def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_path: Path) -> None:
     config, files = tmp_path / "stack.yaml", tmp_path / "kv"
     socket = tmp_path / "kv.sock"
     stack = {"host": "64 MiB", "files": str(files), "capacity": "128 MiB", "control": str(socket)}
     config.write_text(yaml.safe_dump(stack))
+    other = write_other(tmp_path, files, socket)
     both = {"config": str(config), "salt": "red", "files": str(files)}
     run = start(
         {"config": str(config)},
@@ -47,9 +74,16 @@ def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_
         ["call", {"function": f"{CALL}told", "arguments": ["stats", str(config), "--json"]}],
         ["call", {"function": f"{CALL}told", "arguments": ["describe", str(socket)]}],
         ["stats"],
+        ["call", {"function": f"{CALL}told", "arguments": ["change", str(other)]}],
+        ["reset"],
+        each("blue"),
+        each("green"),
+        ["reset"],
+        each("green"),
+        ["stats"],
         ["shutdown"],
     )
-    red, blue, _, warm, _, _, purge, _, cold, _, kept, _, again, told, described, stats, _ = (
+    red, blue, _, warm, _, _, purge, _, cold, _, kept, _, again, told, described, stats, *more = (
         run.finish()
     )
     assert (red["external"], blue["external"], warm["external"]) == (0, 0, ALL)
@@ -69,4 +103,5 @@ def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_
         for name in ("removed", "purged", "hits", "blocks"):
             assert seen[level][name] == stats[level][name], (level, name)
     assert "level 1: files (files)" in described["out"]
+    check_changed(more, blue, stats)
     assert not socket.exists(), "it is gone with the engine"

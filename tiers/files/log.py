@@ -158,6 +158,10 @@ class IndexLog:
         self._sequence = 0
         self._compact_above = 0
 
+    def resize(self, places_max: int) -> None:
+        """Take part in another capacity, from the next ``load`` on."""
+        self._places_max = places_max
+
     # ---- start
 
     def load(self, *, anew: bool = True) -> LogContents:

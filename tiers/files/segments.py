@@ -72,9 +72,32 @@ class Segments:
 
     # ---- space
 
+    def resize(self, meta: DirectoryMeta, budget_bytes: int) -> None:
+        """Have the layout ``meta``, which differs in its capacity, and the files that it needs.
+
+        Writes META. Segments above the capacity are truncated or removed; no call may use their
+        places.
+        """
+        with self._lock, self._directory.exclusive():
+            self._directory.write(meta)
+            before = self.meta, self._budget_bytes
+            self.meta, self._budget_bytes = meta, budget_bytes
+            missing = meta.capacity_blocks - len(self._short)
+            if self._short and missing > 0:
+                self._short = self._short + array("I", [0]) * missing  # others may be reading it
+            for segment in [one for one in self._sizes if meta.size(one) == 0]:
+                fd = self._fds.pop(segment, None)
+                if fd is not None:
+                    self._disk.close(fd)
+            try:
+                self.find()
+            except BaseException:
+                self.meta, self._budget_bytes = before
+                raise
+
     def find(self) -> None:
         """Find the existing segments, and truncate or remove those above the capacity."""
-        home = self._directory.home
+        home, sizes = self._directory.home, dict[int, int]()
         for segment, size in segment_sizes(self._disk, home).items():
             limit = self.meta.size(segment)
             if limit == 0:
@@ -83,7 +106,8 @@ class Segments:
             if size > limit:
                 with opened(self._disk, segment_file(home, segment), os.O_RDWR) as fd:
                     self._disk.truncate(fd, limit)
-            self._sizes[segment] = min(size, limit)
+            sizes[segment] = min(size, limit)
+        self._sizes = sizes
 
     def there(self, places: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Return which places have space on the disk."""

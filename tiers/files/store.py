@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 
-from kvladder.errors import ConfigError
+import msgspec
+
+from kvladder.errors import ConfigError, TierError
 from kvladder.keys import BlockKey
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.directory import DirectoryMeta, FilesDirectory, Lent
+from kvladder.tiers.files.directory import SEGMENTS_MAX, DirectoryMeta, FilesDirectory, Lent
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
@@ -29,8 +31,8 @@ class FileStore:
 
     Parameters
     ----------
-    budget_bytes:
-        Most bytes of all segments below the tier's path.
+    engines:
+        Number of engines that share the tier's path; their segments have as many capacities.
     slack_records:
         Number of dead records that the index log may always have; compaction begins above it.
     """
@@ -41,11 +43,13 @@ class FileStore:
         directory: FilesDirectory,
         meta: DirectoryMeta,
         *,
-        budget_bytes: int = 0,
+        engines: int = 1,
         slack_records: int = LOG_SLACK_RECORDS,
     ) -> None:
         self._disk = disk
         self.directory = directory
+        self._engines = engines
+        budget_bytes = meta.capacity_blocks * meta.stride * engines
         self.segments = Segments(disk, directory, meta, budget_bytes=budget_bytes)
         self.log = IndexLog(
             disk,
@@ -86,9 +90,8 @@ class FileStore:
             directory.make()
             with directory.exclusive():
                 meta = directory.open(DirectoryMeta.new(context, options.segment, segments_min))
-                budget_bytes = meta.capacity_blocks * meta.stride * options.engines
                 store = cls(
-                    disk, directory, meta, budget_bytes=budget_bytes, slack_records=slack_records
+                    disk, directory, meta, engines=options.engines, slack_records=slack_records
                 )
                 undo.callback(store.close)
                 with suppress(Lent):  # other processes may give up segments later
@@ -179,6 +182,25 @@ class FileStore:
     def allocate(self, segments: Sequence[int]) -> None:
         """Preallocate segments, and log space for the blocks in them."""
         self.segments.allocate(segments)
+        self._reserve()
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Have another capacity; places at or above it are given up.
+
+        Raises
+        ------
+        TierError
+            The files would need too many segments.
+        OSError
+            The disk cannot be used now.
+        """
+        meta = msgspec.structs.replace(self.segments.meta, capacity_blocks=capacity_blocks)
+        if not self.segments.meta.holds(meta):
+            most = meta.segment_places * SEGMENTS_MAX
+            what = f"its {SEGMENTS_MAX} files of {meta.segment_places} blocks hold at most {most}"
+            raise TierError(f"{what} blocks: start with the new capacity", temporary=False)
+        self.segments.resize(meta, capacity_blocks * meta.stride * self._engines)
+        self.log.resize(capacity_blocks)
         self._reserve()
 
     def measure(self) -> None:

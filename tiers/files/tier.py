@@ -72,6 +72,7 @@ class FilesTier(Tier):
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
     durable = True
+    resizes = True
     recovers_checked = True
     erases = True
     overhead_bytes = HEADER_BYTES
@@ -177,6 +178,13 @@ class FilesTier(Tier):
         self._eraser = Eraser(self._disk, store.segments, self.context.namespace)
         self._tags = store.found.tags
         self._sure = bytearray(len(store.found.tags))
+
+    async def resize(self, capacity_blocks: int) -> None:
+        store = self._opened()
+        more = max(0, capacity_blocks - len(self._tags))
+        self._tags.extend(array("I", [0]) * more)
+        self._sure.extend(bytes(more))
+        await self._must([partial(store.resize, capacity_blocks)])
 
     def _opened(self) -> FileStore:
         if self._store is None or self._closing:

@@ -21,7 +21,7 @@ from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write, arrived, is_v
 CLOSE_S = 4.0
 SALTS_MAX = 1024
 """Most salts with a remembered number of spare blocks."""
-_TRAITS = tuple(Medium.__annotations__ | Tier.__annotations__)
+_TRAITS = tuple({**Medium.__annotations__, **Tier.__annotations__}.keys() - {"resizes"})
 """Names of the attributes that are copied from the tier."""
 
 

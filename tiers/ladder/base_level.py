@@ -280,12 +280,12 @@ class BaseLevel(ABC, Generic[P]):
             and meta.terms.last(self.shared.clock)
         )
 
-    def obey(self, gate: AdmissionGate) -> None:
-        """Leave out what the gate's admission does not want, from now on."""
+    def obey(self, gate: AdmissionGate | None) -> None:
+        """Leave out what the gate's admission does not want, from now on; None takes all."""
         self.gate = gate
 
-    def tell(self, evicted: Callable[[Sequence[BlockKey]], object]) -> None:
-        """Have ``evicted`` called with blocks that are evicted to make room."""
+    def tell(self, evicted: Callable[[Sequence[BlockKey]], object] | None) -> None:
+        """Have ``evicted`` called with blocks that are evicted to make room; None calls nothing."""
         self.on_evicted = evicted
 
     def left_out(
@@ -372,14 +372,14 @@ class BaseLevel(ABC, Generic[P]):
 class Expiry:
     """Has levels forget blocks when the time that their requests gave them is over."""
 
-    def __init__(self, levels: Sequence[BaseLevel[Any]], shared: Shared) -> None:
+    def __init__(self, levels: Callable[[], Sequence[BaseLevel[Any]]], shared: Shared) -> None:
         self._levels = levels
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self) -> None:
         """Set the timer for the next block that expires; on the loop thread, with the lock held."""
-        next_s = min(level.index.next_end_s for level in self._levels)
+        next_s = min(level.index.next_end_s for level in self._levels())
         if self._timer is not None and self._timer.when() > next_s:
             self.cancel()
         if self._timer is None and next_s != inf:
@@ -394,7 +394,7 @@ class Expiry:
     def _ring(self) -> None:
         self._timer = None
         now_s = self._shared.clock.now()
-        for level in self._levels:
+        for level in self._levels():
             with self._shared.lock:
                 level.expire(now_s, STEP)
         with self._shared.lock:

@@ -42,6 +42,13 @@ class Breaker:
         self.state: State = "closed"
         self.opened = 0
 
+    def retune(self, settings: BreakerSettings) -> None:
+        """Decide by other settings; an open breaker keeps the time of its next trial."""
+        self._settings = settings
+        self._wait_s = min(settings.retry_max_s, max(settings.retry_s, self._wait_s))
+        if self.state == "closed":
+            self._wait_s = settings.retry_s
+
     def allows(self, now_s: float) -> bool:
         """Return whether a call may begin now; changes nothing."""
         if self.state == "closed":

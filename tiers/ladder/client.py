@@ -18,7 +18,7 @@ from kvladder.tiers.codecs.pipeline import CodecPipeline
 from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared
-from kvladder.tiers.ladder.breaker import Breaker, State, contained
+from kvladder.tiers.ladder.breaker import Breaker, CallSettings, State, contained
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.spans import ReadTiming
 
@@ -107,6 +107,13 @@ class TierClient:
         self.absent = True
         """True if the tier is not open (yet): it is not called at all."""
         self._closing = False
+
+    def retune(self, settings: CallSettings) -> None:
+        """Have another timeout, and other settings of the breakers, for later calls."""
+        if settings.breaker != self.settings.breaker:
+            for breaker in self.breakers.values():
+                breaker.retune(settings.breaker)
+        self.settings = settings
 
     # ---- what is known of the tier
 
@@ -203,6 +210,26 @@ class TierClient:
             what = f"failed to close: {closing.exception()!r}"
         if what:
             self._shared.notices.say(f"{self._name} close", f"tier {self._name} {what}")
+
+    async def resize(self, capacity_blocks: int) -> None:
+        """Have the tier prepare for another capacity, within the timeout of a call.
+
+        Raises
+        ------
+        TierError
+            It failed, or took too long.
+        """
+        task = asyncio.ensure_future(contained(self.tier.resize(capacity_blocks)))
+        task.add_done_callback(lambda call: call.cancelled() or call.exception())
+        try:
+            await asyncio.wait({task}, timeout=self.settings.timeout_s)
+        finally:
+            task.cancel()  # one that ignores it is left behind: it has no slots
+        if not task.done():
+            raise TierError(f"it was not resized within {self.settings.timeout_s:g} s")
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            raise error if isinstance(error, TierError) else TierError(f"it failed: {error!r}")
 
     async def end_calls(self) -> None:
         """Cancel calls in flight and wait for them, at most ``CALLS_TIMEOUT_S``."""

@@ -77,7 +77,11 @@ class StackCommands:
         Raises KeyError if no level below host has this name.
         """
         target = self._level(level)
-        return self._each(keys, salt, lambda key, meta: self._send(key, meta, target))
+        return self._each(
+            keys,
+            salt,
+            lambda key, meta: "refused" if target is None else self._send(key, meta, target),
+        )
 
     def demote(self, keys: Sequence[BlockKey], salt: bytes, level: str | None) -> Moved:
         """Take blocks out of the levels above ``level``, which holds them or is to write them.
@@ -88,7 +92,9 @@ class StackCommands:
         named = None if level is None else self._level(level)
 
         def demote(key: BlockKey, meta: BlockMeta) -> _Fate:
-            target = named or next((one for one in self._stack.levels if one.admits(meta)), None)
+            target = named
+            if level is None:
+                target = next((one for one in self._stack.levels if one.admits(meta)), None)
             if target is None:
                 return "refused"
             fate = self._send(key, meta, target)
@@ -181,8 +187,12 @@ class StackCommands:
             if level.find(key) is not None:
                 level.forget([key], "evicted")
 
-    def _level(self, name: str) -> Level:
-        return {level.name: level for level in self._stack.levels}[name]
+    def _level(self, name: str) -> Level | None:
+        """Return a level below host; None if it was detached."""
+        below = {level.name: level for level in self._stack.levels}
+        if name not in below and (name == self._stack.host.name or name not in self._stack.known):
+            raise KeyError(name)
+        return below.get(name)
 
 
 def _steps(keys: Collection[BlockKey]) -> Iterator[Sequence[BlockKey]]:

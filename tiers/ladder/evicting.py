@@ -180,6 +180,57 @@ class EvictingLevel(BaseLevel[int]):
         self._free(gone)
         return []
 
+    def narrow(self, capacity_blocks: int) -> None:
+        """Use only places below a smaller capacity from now on; see ``shed`` and ``above``."""
+        self.places.resize(capacity_blocks)
+
+    def shed(self) -> bool:
+        """Evict a step of the next victims beyond the places' capacity; return whether any went.
+
+        Blocks that are being read stay for now.
+        """
+        over = min(STEP, len(self.index) - self.places.capacity)
+        if over <= 0:
+            return False
+        self.index.revert(self.shared.clock.now())
+        busy, victims = self.places.being_read, self.index.victims()
+        chosen = list(islice((place for place in victims if not busy(place)), over))
+        keys = self.index.keys_at(chosen)
+        self._let_go([*map(Ref, keys, self._evict(keys))])
+        return bool(keys)
+
+    def above(self, start: int) -> tuple[list[tuple[Ref, BlockMeta]], int]:
+        """Return a step of held blocks at places from ``start`` on, and where the next one begins.
+
+        Leaves out those that are being read.
+        """
+        end = min(start + self.batch_max, self.index.places)
+        both = zip(self.index.at(range(start, end)), range(start, end), strict=True)
+        refs = [Ref(k, at) for k, at in both if k is not None and not self.places.being_read(at)]
+        metas = self.index.metas([ref.place for ref in refs])
+        return [*zip(refs, metas, strict=True)], end
+
+    def resized(self, capacity_blocks: int) -> None:
+        """Have another capacity, for which the tier is ready."""
+        if capacity_blocks > self.places.capacity:
+            self.places.resize(capacity_blocks)
+        self.capacity_blocks = capacity_blocks
+
+    def renumber(self, blocks: Sequence[tuple[Ref, BlockMeta]]) -> None:
+        """Give blocks of a shared tier other places, as far as there are any: only numbers here."""
+        for (key, place), meta in blocks:
+            expires_s = self.index.expires_s(place)
+            for other in self.places.take(1):
+                self.index.drop([key])
+                self.index.insert([key], [other], meta, expires_s=expires_s)
+                self.places.give([place])
+
+    def lift(self, block: Ref) -> None:
+        """Take a block out of its place; the caller has its bytes, and queues it again."""
+        self.index.drop([block.key])
+        self.shared.events.removed(self.name, [block.key], "evicted")
+        self.remove_later([block])
+
     def trim(self) -> bool:
         """Evict a step of what salts hold beyond their quota, and return whether any block went."""
         if keys := self.index.excess(STEP, self.places.being_read):

@@ -70,11 +70,9 @@ class HostLevel(BaseLevel[Slot]):
         self._save_blocks = 0
         self._refused: dict[BlockKey, int] = {}
         """Bits of the levels that did not take a block of this one, or gave it up again."""
-        self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
-            level: OrderedDict() for level in below if level.rule.when == "commit"
-        }
+        self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {}
         """Per write-through level, blocks of this one that its queue had no room for."""
-        self.writes_through = bool(self._backlog)
+        self.writes_through = False
         self._wanted: Counter[bytes] = Counter()
         """Number of blocks, by salt at its quota, that have to be written below before they may go.
         """
@@ -82,6 +80,17 @@ class HostLevel(BaseLevel[Slot]):
         """Reason why ``room`` gave fewer slots than asked for the last time."""
         self._open: list[bool] = []
         """Per level below, whether it was writable when ``clean`` last looked."""
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Look at the levels below and their rules anew."""
+        self._backlog = {
+            level: self._backlog.get(level) or OrderedDict()
+            for level in self._below
+            if level.rule.when == "commit"
+        }
+        self.writes_through = bool(self._backlog)
+        self.doubt()
 
     # ---- blocks that come and go
 

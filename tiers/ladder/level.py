@@ -50,12 +50,18 @@ class Level(EvictingLevel):
         """Measured time of reads."""
         self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
         self._in_flight = WritesInFlight(shared.arena)
+        self.is_detached = False
+        """True if it takes no blocks any more, because it left the stack."""
         self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._undone))
+
+    def depart(self) -> None:
+        """Take no blocks from now on: the level leaves the stack."""
+        self.is_detached = True
 
     # ---- what may be done now
 
     def admits(self, meta: BlockMeta) -> bool:
-        return super().admits(meta) and self.writable
+        return super().admits(meta) and self.writable and not self.is_detached
 
     @property
     def writable(self) -> bool:
@@ -231,6 +237,19 @@ class Level(EvictingLevel):
             self.write_queue.remove(keys)
             self._above.settled(self, keys, stored=False)
 
+    def queue_again(self, block: Ref, slot: Slot, meta: BlockMeta) -> None:
+        """Queue a block that was lifted from its place, with a claim of the level's own."""
+        queue = self.write_queue
+        if queue.full or self.holds(block.key) or self._abandoned(block.key):
+            self._dropped("queue", block.key, meta.priority)
+        else:
+            queue.add([block.key], [slot], [meta], self.shared.clock.now())
+            self._above.wake()
+
+    def limit_queue(self, blocks_max: int) -> None:
+        """Let at most so many blocks wait to be written; drop the youngest above that."""
+        self._lose("queue", self.write_queue.resize(blocks_max))
+
     def lose_some(self) -> bool:
         """Drop a step of queued blocks, and return whether more are queued."""
         self._lose("breaker", list(islice(self.write_queue, STEP)))
@@ -344,8 +363,11 @@ class Level(EvictingLevel):
         stored: list[BlockKey] = []
         in_flight = self._in_flight
         metas = [one.meta for one in islice(in_flight.writing.values(), len(blocks))]
+        least = self.rule.min_priority  # it may have risen since the write began
         is_uniform = all(results) and alike(metas) and metas[0].terms == NO_TERMS
-        if is_uniform and not in_flight.tombstones:  # as mostly, and in far less time
+        if (
+            is_uniform and metas[0].floor >= least and not in_flight.tombstones
+        ):  # as mostly, and in far less time
             stored = [block.key for block in reversed(blocks)]
             self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
         else:  # the tail first
@@ -356,7 +378,7 @@ class Level(EvictingLevel):
                     self._drop("refused", [block])
                 elif in_flight.settle(ref.key):  # a user removed it meanwhile
                     self.remove_later([ref])
-                elif not meta.terms.last(self.shared.clock):
+                elif meta.floor < least or not meta.terms.last(self.shared.clock):
                     self._let_go([ref])
                 else:
                     self.hold([ref.key], [ref.place], meta)
@@ -447,6 +469,10 @@ class Level(EvictingLevel):
         """Number of blocks that the tier still has to forget, and of purges that are not over."""
         return self._undone + self._in_flight.tombstones + len(self.purges)
 
+    def owed(self) -> set[BlockKey | bytes | None]:
+        """Return what the tier has still to forget: keys, salts, None for everything."""
+        return {*self._removal_queue.keys(), *self._in_flight.abandoned, *self.purges.salts()}
+
     @property
     def _undone(self) -> int:
         return self._removal_queue.removing + self.abandoned
@@ -458,9 +484,11 @@ class Level(EvictingLevel):
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""
-        self.index.check(self.capacity_blocks)
+        self.index.check(self.capacity_blocks + self.places.above)
         self.write_queue.check()
         self._in_flight.check({key: self.write_queue[key] for key in self.write_queue})
         self.places.check()
         self._removal_queue.check()
-        assert len(self.index) <= self.places.taken <= self.capacity_blocks
+        places = self.places
+        assert len(self.index) <= places.taken
+        assert places.taken - places.above <= places.capacity <= self.capacity_blocks

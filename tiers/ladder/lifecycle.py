@@ -37,7 +37,7 @@ class LevelLifecycle:
     for. Without a level that is ``required`` the cache does not start.
     """
 
-    def __init__(self, level: Level, above: WriterCallbacks) -> None:
+    def __init__(self, level: Level, above: WriterCallbacks, *, late: bool = False) -> None:
         self.writer = Writer(level, above)
         self.level = level
         self._client = level.client
@@ -46,7 +46,8 @@ class LevelLifecycle:
         self._call: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._is_late = False
+        self._is_attached = self._is_late = late
+        """True if listeners have to be told what is there: the cache has started without it."""
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Wait until the level is open with its recovered blocks, or is left out.
@@ -68,7 +69,7 @@ class LevelLifecycle:
             first.cancel()
             hangs = Unavailable(f"it did not open within {OPEN_TIMEOUT_S:g} s")
             if self._client.required:
-                raise refusal(hangs)
+                raise refusal(hangs, required=not self._is_attached)
             self._client.leave_out(str(hangs))
 
     async def _open(self, context: TierContext, first: asyncio.Future[None]) -> None:
@@ -84,7 +85,8 @@ class LevelLifecycle:
                 first.set_exception(error)
                 return
             if not first.done() and self._client.required:
-                first.set_exception(refusal(error))
+                refused = refusal(error, required=not self._is_attached)
+                first.set_exception(refused)
                 return
             verb = "open" if len(steps) > 1 else "report its blocks"
             known = isinstance(error, TierError | ConfigError)
@@ -130,7 +132,14 @@ class LevelLifecycle:
                     self._say(f"what a policy had learned cannot be used: {wrong}")
 
         await self._shortly(recalling, "read what a policy had learned")
-        self._keeping = asyncio.create_task(self._keep_on(), name=f"kvladder-{self.level.name}")
+        self.keep_learned()
+
+    def keep_learned(self) -> None:
+        """Keep from now on what policies learn, if the tier is durable and a policy learns."""
+        told = any(index.is_told for index in self.learned.values())
+        if told and self.level.tier.durable and self._keeping is None:
+            name = f"kvladder-{self.level.name}"
+            self._keeping = asyncio.create_task(self._keep_on(), name=name)
 
     async def _keep_on(self) -> None:
         while True:

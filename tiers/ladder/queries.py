@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from kvladder.arena import Slot
@@ -25,6 +25,22 @@ WEAR_MIN_S: Final = 3600.0
 """Least time over which bytes written a day are counted; earlier, a start's burst would count."""
 
 
+class PrivateLevels(Collection[str]):
+    """Names of the levels below host that no other engine shares, as they are now."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self._levels = levels
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([level.name for level in self._levels if not level.tier.shared])
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def __contains__(self, name: object) -> bool:
+        return name in [*self]
+
+
 class StackQueries:
     """Answers of a stack about its levels."""
 
@@ -32,6 +48,8 @@ class StackQueries:
     levels: list[Level]
     shared: Shared
     lock: StackLock
+    known: dict[str, int]
+    """Bits of all levels since the start, by name; the last one of each name."""
     _all_levels: Sequence[HostLevel | Level]
     """All levels, hottest first."""
 
@@ -49,6 +67,11 @@ class StackQueries:
     def indexes(self) -> dict[str, LevelIndex[Any]]:
         """Blocks that each level holds, by name, hottest first."""
         return {level.name: level.index for level in self._all_levels}
+
+    @property
+    def private_levels(self) -> PrivateLevels:
+        """Names of the levels below host that no other engine shares; it follows changes."""
+        return PrivateLevels(self.levels)
 
     @property
     def media(self) -> dict[str, str]:
@@ -151,9 +174,11 @@ class StackQueries:
         return next((level.name for level in self.levels if level.holds(key)), None)
 
     def bits(self, names: Collection[str]) -> int:
-        """Return the levels of these names as a mask; raise KeyError if a name is unknown."""
-        known = {level.name: level.bit for level in self._all_levels}
-        return sum(known[name] for name in set(names))
+        """Return the levels of these names as a mask; raise KeyError if a name is unknown.
+
+        A level that was detached is still known, and holds nothing.
+        """
+        return sum(self.known[name] for name in set(names))
 
 
 def _written_bytes(level: Level) -> int:

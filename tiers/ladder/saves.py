@@ -10,6 +10,7 @@ from kvladder.arena import Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
+from kvladder.metrics import MissReason
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
@@ -30,6 +31,8 @@ class StackSaves(StackQueries, ABC):
     """Levels with policies that are told of refusals."""
     _closed: bool
     _unreleased: Unreleased
+    draining: bool = False
+    """True while nothing new is saved, because the engine is about to end."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -54,6 +57,8 @@ class StackSaves(StackQueries, ABC):
         self._require_open()
         if self._unreleased.lost:
             self._unreleased.settle()
+        if self.draining:
+            return [], [], len(keys)
         wanted: list[int] = []
         slots: list[Slot] = []
         start = 0
@@ -222,6 +227,19 @@ class StackSaves(StackQueries, ABC):
         (target,) = self.host.targets([key], [meta], {})
         if target is not None:
             target.offer([key], [slot], [meta])
+
+    def leave_host(self, keys: Sequence[BlockKey], why: MissReason = "threshold") -> bool:
+        """Have blocks leave host, for the levels below that should get them; with the lock held.
+
+        Returns whether there were any.
+        """
+        for key in keys:
+            slot = self.host.find(key)
+            if slot is not None:
+                self._send_down(key, slot, self.host.index.meta(slot))
+                self.host.forget([key], "evicted", why)
+        self.host.doubt()
+        return bool(keys)
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Free the slots of these reserved blocks, which will not be filled."""

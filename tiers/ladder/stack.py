@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -34,6 +34,23 @@ T = TypeVar("T")
 
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
+
+
+MISSED_MAX = 1 << 16
+"""Most removals that are remembered for a detached level; with more, it has to forget all."""
+TOO_MANY = b"too many"
+"""Stands for more removals than that; no key has its length, and no digest of a salt is text."""
+
+
+def note_missed(
+    missed: set[BlockKey | bytes | None], removed: Iterable[BlockKey | bytes | None]
+) -> None:
+    """Add removals to those that a detached level misses; None stands for everything."""
+    if TOO_MANY not in missed:
+        missed.update(removed)
+    if len(missed) > MISSED_MAX:
+        missed.clear()
+        missed.add(TOO_MANY)
 
 
 class Post(Protocol):
@@ -85,15 +102,15 @@ class TierStack(StackSaves):
         self.shared = shared
         self._unreleased = shared.unreleased
         self.lock = shared.lock
-        self.levels = [
-            Level(spec, shared, self, bit=HOST << number) for number, spec in enumerate(levels, 1)
-        ]
+        self._last_bit = HOST
+        self.known = {host.name: HOST}
+        self.levels = [self.make_level(spec) for spec in levels]
         self.host = HostLevel(host, shared, self.levels)
-        self._all_levels: Sequence[HostLevel | Level] = (self.host, *self.levels)
-        for number, level in enumerate(self.levels, 1):
-            self._connect(level, self._all_levels[:number])
-        self._told = [level for level in self._all_levels if level.index.is_told]
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
+        self.away: dict[str, set[BlockKey | bytes | None]] = {}
+        """Removals since levels were detached, by the identity of their media: keys, salts, or None
+        for everything."""
+        self._join()
         for lifecycle in self._lifecycles:
             if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned
                 lifecycle.learned["host"] = self.host.index
@@ -115,19 +132,57 @@ class TierStack(StackSaves):
             worth=self.worth,
             saving=self._saving,
         )
-        self._expiry = Expiry(self._all_levels, shared)
+        self._expiry = Expiry(lambda: self._all_levels, shared)
 
     def __repr__(self) -> str:
         return f"<TierStack: {', '.join(level.name for level in self._all_levels)}>"
 
+    def make_level(self, spec: LevelDefinition) -> Level:
+        """Return a new level with a bit of its own; it takes part once it is joined."""
+        self._last_bit <<= 1  # never used again: blocks' terms may name a level that is gone
+        self.known[spec.name] = self._last_bit
+        return Level(spec, self.shared, self, bit=self._last_bit)
+
+    @property
+    def lifecycles(self) -> Sequence[LevelLifecycle]:
+        """The lifecycles of ``levels``, in their order."""
+        return self._lifecycles
+
+    def rejoin(self, lifecycles: Sequence[LevelLifecycle]) -> None:
+        """Consist of the levels of these lifecycles from now on, hottest first; lock held.
+
+        Called on the loop thread. Also called after a change of rules and policies.
+        """
+        self._lifecycles[:] = lifecycles
+        self.levels[:] = [lifecycle.level for lifecycle in lifecycles]
+        self._join()
+        self.host.arrange()
+        self.loader.arrange()
+        self.loader.prober.forget_absent()
+        self.wake()
+
+    def _join(self) -> None:
+        """Tell the levels and their admissions of each other."""
+        self._all_levels = (self.host, *self.levels)
+        self._told = [level for level in self._all_levels if level.index.is_told]
+        self.host.admissions.clear()
+        for level in self._all_levels:
+            level.tell(None)
+        for number, level in enumerate(self.levels, 1):
+            self._connect(level, self._all_levels[:number])
+
     def _connect(self, level: Level, hotter: Sequence[HostLevel | Level]) -> None:
         """Make the admission of a level, if it is to have one, and tell it what happens above."""
-        if level.rule.admit == "adaptive":
-            again = partial(self.host.offer_again, bit=level.bit)
-            admission = AdaptiveAdmission(level.capacity_blocks)
-            level.obey(AdmissionGate(admission, [one.index for one in hotter], again))
-            hotter[-1].tell(admission.left)
-            self.host.admissions.append(admission)
+        if level.rule.admit != "adaptive":
+            level.obey(None)
+            return
+        blocks, gate = level.capacity_blocks, level.gate
+        is_same = gate is not None and gate.blocks == blocks
+        admission = gate.admission if gate and is_same else AdaptiveAdmission(blocks)
+        again = partial(self.host.offer_again, bit=level.bit)
+        level.obey(AdmissionGate(admission, [one.index for one in hotter], again, blocks))
+        hotter[-1].tell(admission.left)
+        self.host.admissions.append(admission)
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Open the levels one after the other; if one refuses, close those that are open.
@@ -155,7 +210,8 @@ class TierStack(StackSaves):
 
     def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
         """Return the level below ``level`` that should get the block when it leaves, if any."""
-        for lower in self.levels[self.levels.index(level) + 1 :]:
+        start = self.levels.index(level) + 1 if level in self.levels else len(self.levels)
+        for lower in self.levels[start:]:
             if lower.admits(meta):
                 return None if lower.holds(key) else lower
         return None
@@ -216,6 +272,8 @@ class TierStack(StackSaves):
                 self.host.remove(part)
                 for level in self.levels:
                     (level.remove if for_all else level.discard)(part)
+                for missed in self.away.values() if for_all else ():
+                    note_missed(missed, part)
 
     def clear(self, *, erase: bool = False) -> Iterator[object]:
         """Forget every block; ``erase`` has tiers overwrite what they keep.
@@ -271,10 +329,13 @@ class TierStack(StackSaves):
         are gone by level.
         """
         refused = EVERYTHING if salt is None else salt
+        levels = [*levels]  # others may be attached meanwhile: ``purging`` is what they look at
         all_levels: Sequence[HostLevel | Level] = (self.host, *levels)
         counts = {level.name: 0 for level in all_levels}
         with self.lock:
             self.shared.purging[refused] += 1
+            for missed in self.away.values():
+                note_missed(missed, [salt])
             for lower in levels:
                 lower.purges.condemn(salt)
                 if lower.tier.shared:

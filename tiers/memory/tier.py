@@ -14,6 +14,7 @@ class MemoryTier(Tier):
     """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
 
     medium = "CPU"
+    resizes = True
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
@@ -48,6 +49,9 @@ class MemoryTier(Tier):
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         self._require_open()
         return [block.key in self._blocks for block in blocks]
+
+    async def resize(self, capacity_blocks: int) -> None:
+        """Do nothing: a dict has no places."""
 
     async def aclose(self) -> None:
         self._closed = True

@@ -80,15 +80,22 @@ class FetchGrower:
         self._misses = misses
         self._post = post
         self._wake = wake
-        self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
+        self._wanting: Sequence[Level] = ()
         """Write-through levels that want blocks after a number of hits."""
+        self._told: Sequence[LevelIndex[Any] | AdmissionGate] = ()
+        """Levels with policies that are told of requests, and with admissions."""
+        self.arrange()
+        self._asked: WeakValueDictionary[BlockKey, Fetch] = WeakValueDictionary()
+        """By its last key, the fetch that these policies were told of last."""
+
+    def arrange(self) -> None:
+        """Look at the levels and their rules anew; with the lock held."""
+        host, levels = self._host, self._levels
+        self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         indexes: list[LevelIndex[Any]] = [host.index, *(level.index for level in levels)]
         gates = [level.gate for level in levels if level.gate is not None]
         told: list[LevelIndex[Any] | AdmissionGate] = [one for one in indexes if one.is_told]
         self._told = [*told, *gates]
-        """Levels with policies that are told of requests, and with admissions."""
-        self._asked: WeakValueDictionary[BlockKey, Fetch] = WeakValueDictionary()
-        """By its last key, the fetch that these policies were told of last."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Pin the longest prefix of its keys, and begin to bring up what is not in host slots.

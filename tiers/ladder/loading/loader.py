@@ -89,12 +89,19 @@ class Loader:
         self.fetch = grower.fetch
         self.unpin = grower.unpin
         self.late = grower.late
+        self.arrange = grower.arrange
+        self.limit = reader.limit
         self.missed = misses.count
         self.count = grower.count
         self.fetchable = planner.fetchable
         self.discard = discard
         self.resume = self._queue.resume
         self.check = reader.check
+
+    @property
+    def crowded(self) -> bool:
+        """True if blocks wait for slots."""
+        return len(self._queue) > 0
 
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
         """Throw away what arrives of removed blocks, only those of ``salt`` if one is given."""

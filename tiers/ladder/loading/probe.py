@@ -57,12 +57,17 @@ class Prober:
         known: Callable[[BlockKey], bool],
         pace: Pace,
     ) -> None:
-        self._levels = [level for level in levels if level.tier.shared]
+        self._all = levels
         self._shared = shared
         self._known = known
         self._absent: dict[BlockKey, float] = {}
         self._questions: dict[BlockKey, Question] = {}
         self.pace = pace
+
+    @property
+    def _levels(self) -> Sequence[Level]:
+        """The shared levels as they are now."""
+        return [level for level in self._all if level.tier.shared]
 
     def may_know(self, key: BlockKey, mask: int) -> bool:
         """Return whether one of these levels may have ``key`` and the rest, if it is asked now."""
@@ -78,6 +83,10 @@ class Prober:
         """Note removed blocks: no answer to an earlier question brings one back."""
         for question in self._questions.values():
             question.removed.update(keys)
+
+    def forget_absent(self) -> None:
+        """Ask again about blocks that were absent: there is another level to ask."""
+        self._absent.clear()
 
     def void(self) -> None:
         """Discard the answers to earlier questions: everything was removed."""
@@ -121,10 +130,11 @@ class Prober:
                 leaving = (k for k in new if any(level.leaving(k) for level in self._levels))
                 question.removed.update(leaving)  # they may be gone when the answer is here
             unknown += new
-        step = min(level.tier.probe_max or level.tier.batch_max for level in self._levels)
+        asked = self._levels
+        step = min((lv.tier.probe_max or lv.tier.batch_max for lv in asked), default=STEP)
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
-            for level in self._levels:
+            for level in asked:
                 answers = await self._answers(level, left, question)
                 found.update((key, level) for key, ok in zip(left, answers, strict=True) if ok)
                 left = [key for key in left if key not in found]
@@ -161,7 +171,8 @@ class Prober:
                 wanted: dict[Level, list[BlockKey]] = {}
                 is_whole = self._wanted(keys[start : start + STEP], found, question, wanted)
                 for level, adopted in wanted.items():
-                    level.adopt(adopted, salt, spare)
+                    if level in self._all:  # or it was detached meanwhile
+                        level.adopt(adopted, salt, spare)
             if not is_whole:
                 return
 
@@ -188,5 +199,5 @@ class Prober:
         while len(self._absent) >= ABSENT_MAX:
             del self._absent[next(iter(self._absent))]
         self._absent.pop(key, None)
-        longest = max(level.tier.probe_cache_s for level in self._levels)
+        longest = max((level.tier.probe_cache_s for level in self._levels), default=0.0)
         self._absent[key] = self._shared.clock.now() + longest

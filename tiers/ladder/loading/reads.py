@@ -74,12 +74,16 @@ class BlockReader:
         self._shared = shared
         self._lock = shared.lock
         self._tasks = tasks
-        self._max = blocks_max
+        self._max = self._most = blocks_max
         self._landed = landed
         self.arrivals: Book[PendingRead] = by_key(blocks_max)
         """Pending reads by key; others may look at it with the lock held."""
         self._checked: list[tuple[PendingRead, ReadState]] = []
         """Pending reads at the last ``check``, and their states then."""
+
+    def limit(self, blocks_max: int) -> None:
+        """Begin reads only while fewer than ``blocks_max`` are pending; with the lock held."""
+        self._max, self._most = blocks_max, max(blocks_max, len(self.arrivals))
 
     # ---- begin
 
@@ -265,7 +269,9 @@ class BlockReader:
 
         The old slot is free by then. An abandoned call may still claim it.
         """
-        levels = [lv for lv in self._levels if lv.bit > one.level.bit and lv.readable]
+        # a level that was detached meanwhile has none below it, so all are asked
+        start = self._levels.index(one.level) + 1 if one.level in self._levels else 0
+        levels = [level for level in self._levels[start:] if level.readable]
         key, meta, found = one.key, one.meta, source(among(levels, mask), one.key)
         slots = [] if found is None else self._host.room(1, meta.priority, meta.terms.salt)
         if found is None or not slots:
@@ -302,7 +308,7 @@ class BlockReader:
         """Assert what must hold of pending reads, and how states changed since the last check."""
         reads = [*self.arrivals.values()]
         slots = [one.slot for one in reads]
-        assert len({*slots}) == len(slots) <= self._max
+        assert len({*slots}) == len(slots) <= self._most
         assert self._host.index.disjoint(self.arrivals)
         assert not any(map(self._host.index.key_at, slots))
         assert all(map(self._shared.arena.claims, slots))

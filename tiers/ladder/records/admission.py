@@ -21,6 +21,8 @@ class AdmissionGate:
         Indexes of the levels above, hottest first.
     again:
         Has host offer blocks again that this level refused.
+    blocks:
+        The capacity that the admission was made for.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class AdmissionGate:
         admission: AdaptiveAdmission,
         hotter: Sequence[LevelIndex[Any]],
         again: Callable[[Sequence[BlockKey]], object],
+        blocks: int,
     ) -> None:
         self.admission = admission
+        self.blocks = blocks
         self._hotter = hotter
         self._again = again
 

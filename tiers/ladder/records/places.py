@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
+
+import numpy as np
 
 from kvladder.keys import unseen
 
@@ -32,6 +34,9 @@ class PlaceAllocator:
         self._withheld: deque[int] = unseen(deque())
         self._reads: Counter[int] = Counter()
         self._retired: set[int] = set()
+        self.above = 0
+        """Number of taken places at or above the capacity; they are not given out again."""
+        self._on_quiet: Callable[[], object] | None = None
 
     @property
     def free(self) -> int:
@@ -53,9 +58,12 @@ class PlaceAllocator:
         for place in places:
             if place in self._reads:
                 self._retired.add(place)
-            else:
+                continue
+            self.taken -= 1
+            if place < self.capacity:
                 self._free.append(place)
-                self.taken -= 1
+            else:
+                self.above -= 1
 
     def begin_reads(self, places: Sequence[int]) -> None:
         """Keep ``places`` from being free until the reads have ended."""
@@ -71,6 +79,14 @@ class PlaceAllocator:
             elif place in retired:
                 retired.remove(place)
                 self.give([place])
+        if not reads and self._on_quiet is not None:
+            self._on_quiet()
+
+    def listen(self, on_quiet: Callable[[], object] | None) -> None:
+        """Have ``on_quiet`` called when no read is left, at once if none is; None ends that."""
+        self._on_quiet = on_quiet
+        if on_quiet is not None and not self._reads:
+            on_quiet()
 
     def being_read(self, place: int) -> bool:
         """Return whether a read of ``place`` has not ended."""
@@ -98,7 +114,9 @@ class PlaceAllocator:
         """Set these places aside, as the medium had no room there; use no new ones until
         ``unlimit``.
         """
-        self._withheld.extend(places)
+        there = [place for place in places if place < self.capacity]
+        self._withheld.extend(there)
+        self.above -= len(places) - len(there)
         self.taken -= len(places)
         self.limited = True
 
@@ -124,11 +142,34 @@ class PlaceAllocator:
         self._free.reverse()
         self.taken = len(places)
 
+    def resize(self, capacity: int) -> None:
+        """Give out only places below another capacity from now on.
+
+        Taken places at or above it stay taken until they are given back; ``above`` counts them.
+        """
+        if capacity > self.capacity:
+            assert not self.above, "an earlier resize has not ended"
+            self.capacity = capacity
+            return
+        before = len(self._free) + len(self._withheld)
+        self._free = _below(self._free, capacity)
+        self._withheld = _below(self._withheld, capacity)
+        idle = before - len(self._free) - len(self._withheld)
+        self.above += max(0, self._next - capacity) - idle
+        self.capacity, self._next = capacity, min(self._next, capacity)
+
     def check(self) -> None:
         """Assert that every place is in exactly one state."""
         idle = [*self._free, *self._withheld]
         assert len(set(idle)) == len(idle)
         assert all(0 <= place < self._next for place in idle)
-        assert self.taken + len(idle) == self._next <= self.capacity
+        assert self.taken - self.above + len(idle) == self._next <= self.capacity
+        assert 0 <= self.above <= self.taken
         assert self._retired <= self._reads.keys()
         assert not self._reads.keys() & set(idle)
+
+
+def _below(places: deque[int], capacity: int) -> deque[int]:
+    """Return those of some places that are below ``capacity``, in their order."""
+    column = np.fromiter(places, np.int64, len(places))
+    return unseen(deque(column[column < capacity].tolist()))

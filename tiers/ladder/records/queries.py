@@ -9,6 +9,8 @@ from math import inf
 from operator import itemgetter
 from typing import Any, cast
 
+import numpy as np
+
 from kvladder.keys import BlockKey, Book
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import Histogram
@@ -181,6 +183,22 @@ class IndexQueries(Tenanted[P]):
                 found.append(key)
                 if len(found) == STEP:
                     return found, place + 1
+        return found, end
+
+    def below(self, least: int, start: int) -> tuple[list[BlockKey], int]:
+        """Return at most ``STEP`` blocks with a floor below ``least``, from place ``start`` on.
+
+        Also returns the next start.
+        """
+        end = min(start + BULK_STEP, self._end)
+        floors = np.frombuffer(self._floor, np.uint8)[start:end]
+        found: list[BlockKey] = []
+        for at in np.flatnonzero(floors < least).tolist():
+            key = self._key[start + at]
+            if key is not None:
+                found.append(key)
+                if len(found) == STEP:
+                    return found, start + at + 1
         return found, end
 
     def held(self, start: int, end: int) -> list[BlockKey]:

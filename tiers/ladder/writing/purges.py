@@ -38,6 +38,10 @@ class PurgeQueue:
         if self._client.absent:
             self.missed.update(removed)
 
+    def salts(self) -> list[bytes | None]:
+        """Return the salts that are queued."""
+        return [salt for salt, _ in self._todo]
+
     def add(self, salt: bytes | None) -> None:
         """Queue a purge of a salt."""
         self._todo.append((salt, 0))

@@ -32,6 +32,11 @@ class WriteQueue:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
 
+    def resize(self, blocks_max: int) -> list[BlockKey]:
+        """Have another limit, and return the youngest blocks above it, which the caller drops."""
+        self._max = blocks_max
+        return [*islice(reversed(self._blocks), max(0, len(self._blocks) - blocks_max))]
+
     def loser(self, priority: int) -> BlockKey | None:
         """Return the block that gives way to one of this ``priority``: the youngest of the lowest.
 
@@ -188,6 +193,10 @@ class RemovalQueue:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._removals or key in self.abandoned
+
+    def keys(self) -> set[BlockKey]:
+        """Return all of them."""
+        return {*self._removals, *self.abandoned}
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Return those of ``keys`` that are being removed."""

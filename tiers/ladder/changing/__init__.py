@@ -1,0 +1,1 @@
+"""Changes of the levels while they serve: attach, detach, and other settings."""
