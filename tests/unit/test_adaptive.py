@@ -17,7 +17,15 @@ from kvladder.keys import BlockKey
 from kvladder.policy import panel
 from kvladder.policy.adaptive import Adaptive
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
-from kvladder.policy.hazards import CLASSES, HAZARD, MULTI, RECENT, class_of
+from kvladder.policy.hazards import (
+    CLASSES,
+    HAZARD,
+    INTERVALS,
+    MULTI,
+    RECENT,
+    class_of,
+    interval_of,
+)
 from kvladder.policy.panel import PythonPanel
 from kvladder.testing.policies import PolicyTests
 from tests.kit.native import built
@@ -287,11 +295,12 @@ def test_a_loop_that_does_not_fit_is_kept_in_part():
 
 
 def test_classes_are_told_by_count_and_interval():
-    assert class_of(1, 0, 100) == 0
-    assert class_of(2, 1000, 100) == 1
-    assert class_of(15, 0, 100) == CLASSES - 1
-    kinds = [class_of(4, age, 100) for age in (1000, 400, 399, 100, 99, 25, 24, 0)]
-    assert kinds == [9, 9, 10, 10, 11, 11, 12, 12]
+    assert class_of(1, 0) == 0
+    assert class_of(2, 0) == INTERVALS
+    assert class_of(15, INTERVALS - 1) == CLASSES - 1
+    intervals = [interval_of(age, 100) for age in (1000, 400, 399, 100, 99, 25, 24, 0)]
+    assert intervals == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [class_of(4, interval) for interval in range(INTERVALS)] == [12, 13, 14, 15]
 
 
 def test_the_rules_are_three():
