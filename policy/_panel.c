@@ -15,9 +15,9 @@
 #endif
 
 enum { LEVELS = 7, INTERVALS = 4, CLASSES = LEVELS * INTERVALS, FRONT = CLASSES };
-enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 3 };
+enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 4 };
 enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
-enum { HAZARD, MULTI, RECENT };
+enum { HAZARD, MULTI, RECENT, EITHER };
 enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
@@ -162,7 +162,7 @@ static double score(const Panel *self, int one, uint32_t age) {
 
 static Rank rank_of(const Panel *self, int rule, int one, uint32_t age) {
     Rank rank = {0.0, age, one};
-    if (rule == HAZARD) rank.score = score(self, one, age);
+    if (rule == HAZARD || rule == EITHER) rank.score = score(self, one, age);
     if (rule == MULTI) rank.score = GROUP[one / INTERVALS];
     return rank;
 }
@@ -276,15 +276,28 @@ static void shadow_leave(Panel *self, int rule, int32_t index) {
 
 static void shadow_evict(Panel *self, int rule) {
     Rank best = {0.0, 0, -1};
+    int32_t victim = -1;
     for (int kind = 0; kind < CLASSES; kind++) {
         int32_t index = self->shadow_head[rule][kind];
         if (index < 0) continue;
         Rank rank =
             rank_of(self, rule, kind, (uint32_t)self->now - self->sampled[index].last);
-        if (best.kind < 0 || before(rank, best)) best = rank;
+        if (victim < 0 || before(rank, best)) {
+            best = rank;
+            victim = index;
+        }
         if (rule == MULTI && rank.score > best.score) break; /* so are those that follow */
     }
-    shadow_leave(self, rule, self->shadow_head[rule][best.kind]);
+    for (int kind = 0; rule == EITHER && kind < CLASSES; kind++) {
+        int32_t index = self->shadow_tail[rule][kind];
+        if (index < 0) continue;
+        Rank rank = rank_of(self, rule, kind, (uint32_t)self->now - self->sampled[index].last);
+        if (before(rank, best)) {
+            best = rank;
+            victim = index;
+        }
+    }
+    shadow_leave(self, rule, victim);
 }
 
 static int log_use(Panel *self, int32_t index, int kind) {
@@ -1023,45 +1036,59 @@ typedef struct {
     Panel *panel;
     int priority;       /* the next one to begin */
     int32_t front;      /* the next one of the front, -1 at its end */
-    int32_t at[CLASSES];
-    Rank ranks[CLASSES];
-    int kinds[CLASSES], count;
+    int32_t at[2 * CLASSES]; /* the next of each list, and from its other end; -1 at the end */
+    Rank ranks[2 * CLASSES];
+    int slots, left; /* in use; lists that have not ended */
 } Walk;
 
-static int step_walk(Walk *walk, int slot, int32_t handle) {
-    if (handle < 0 || handle >= walk->panel->room) return 0;
-    const Block *one = &walk->panel->blocks[handle];
+static void step_walk(Walk *walk, int slot, int32_t handle) {
+    const Panel *panel = walk->panel;
+    if (handle < 0 || handle >= panel->room) handle = -1;
+    if (walk->at[slot] >= 0) walk->left--;
     walk->at[slot] = handle;
-    walk->ranks[slot] = rank_of(walk->panel, walk->panel->rule, one->kind,
-                                (uint32_t)walk->panel->now - one->last);
-    return 1;
+    if (handle < 0) return;
+    const Block *one = &panel->blocks[handle];
+    walk->left++;
+    walk->ranks[slot] =
+        rank_of(panel, panel->rule, one->kind, (uint32_t)panel->now - one->last);
+}
+
+static void begin_walk(Walk *walk, int priority) {
+    const Panel *panel = walk->panel;
+    walk->front = panel->head[priority][FRONT];
+    walk->slots = panel->rule == EITHER ? 2 * CLASSES : CLASSES;
+    for (int slot = 0; slot < walk->slots; slot++) {
+        int kind = slot % CLASSES;
+        int32_t head = panel->head[priority][kind], tail = panel->tail[priority][kind];
+        step_walk(walk, slot, slot == kind ? head : tail == head ? -1 : tail);
+    }
 }
 
 static PyObject *walk_next(Walk *walk) {
     Panel *panel = walk->panel;
-    while (walk->front < 0 && !walk->count) {
+    while (walk->front < 0 && !walk->left) {
         while (walk->priority < PRIORITIES && !panel->used[walk->priority]) walk->priority++;
         if (walk->priority == PRIORITIES) return NULL;
-        const int32_t *heads = panel->head[walk->priority];
-        walk->front = heads[FRONT];
-        for (int kind = 0; kind < CLASSES; kind++)
-            walk->count += step_walk(walk, walk->count, heads[kind]);
-        walk->priority++;
+        begin_walk(walk, walk->priority++);
     }
     if (walk->front >= 0 && walk->front < panel->room) {
         int32_t handle = walk->front;
         walk->front = panel->blocks[handle].next;
         return PyLong_FromLong(handle);
     }
-    int best = 0;
-    for (int slot = 1; slot < walk->count; slot++)
-        if (before(walk->ranks[slot], walk->ranks[best])) best = slot;
+    int best = -1;
+    for (int slot = 0; slot < walk->slots; slot++)
+        if (walk->at[slot] >= 0 && (best < 0 || before(walk->ranks[slot], walk->ranks[best])))
+            best = slot;
+    if (best < 0) return NULL;
     int32_t handle = walk->at[best];
-    if (!step_walk(walk, best, panel->blocks[handle].next)) {
-        walk->count--;
-        walk->at[best] = walk->at[walk->count];
-        walk->ranks[best] = walk->ranks[walk->count];
+    const Block *one = &panel->blocks[handle];
+    int32_t next = best < CLASSES ? one->next : one->prev;
+    if (walk->slots > CLASSES) { /* until both ends of the list meet */
+        int32_t other = walk->at[best < CLASSES ? best + CLASSES : best - CLASSES];
+        if (other < 0 || other == next) next = -1;
     }
+    step_walk(walk, best, next);
     return PyLong_FromLong(handle);
 }
 
@@ -1080,6 +1107,7 @@ static PyObject *walk_new(Panel *self) {
     Py_INCREF(self);
     walk->panel = self;
     walk->front = -1;
+    memset(walk->at, 0xFF, sizeof walk->at);
     return (PyObject *)walk;
 }
 

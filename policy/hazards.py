@@ -37,9 +37,10 @@ HALVE: Final = 10
 """Counts are halved each time that ten times the size were used."""
 PSEUDO: Final = 4.0
 """Weight of the average of all classes, in uses, where a class has few of its own."""
-HAZARD, MULTI, RECENT = range(3)
-"""The rules: least learned worth first; least frequent level first; least recently used first."""
-RULES: Final = 3
+HAZARD, MULTI, RECENT, EITHER = range(4)
+"""The rules: least learned worth first, of the oldest block of each class; least frequent level
+first; least recently used first; least learned worth first, of the oldest and the newest block."""
+RULES: Final = 4
 STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + 1}d")
 """What is kept over a restart: tables of both kinds, the comparisons of rules, and the rule."""
 
@@ -143,7 +144,7 @@ class Hazards:
 
     def rank(self, rule: int, one: int, age: int) -> Rank:
         """Return what orders blocks by a rule: the least goes first."""
-        if rule == HAZARD:
+        if rule in (HAZARD, EITHER):
             return self.score(one, age), -age, one
         return float(GROUPS[one]) if rule == MULTI else 0.0, -age, one
 
@@ -238,15 +239,16 @@ class Learner:
         self._reach(now)
 
     def _evict(self, rule: int, now: int) -> None:
-        best: Rank | None = None
-        for kind, order in enumerate(self.shadows[rule]):
-            if order:
-                tag = next(iter(order))
-                rank = self.hazards.rank(rule, kind, now - self.keys[tag].last)
-                if best is None or rank < best:
-                    best = rank
-        assert best is not None
-        self._leave(next(iter(self.shadows[rule][best[2]])), rule, now)
+        lists = [order for order in self.shadows[rule] if order]
+        victims = [next(iter(order)) for order in lists]
+        if rule == EITHER:
+            victims += [next(reversed(order)) for order in lists]
+
+        def rank(tag: int) -> Rank:
+            one = self.keys[tag]
+            return self.hazards.rank(rule, one.kind, now - one.last)
+
+        self._leave(min(victims, key=rank), rule, now)
 
     def _leave(self, tag: int, rule: int, now: int) -> None:
         """Take a key out of a shadow."""

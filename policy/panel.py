@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from kvladder.policy.hazards import (
     CLASSES,
     COUNT_MAX,
+    EITHER,
     HALVE,
     INTERVALS,
     LEVELS,
@@ -437,22 +438,32 @@ class PythonPanel:
         for priority in sorted(self._lists):
             lists = self._lists[priority]
             yield from lists[FRONT]
-            walks = [iter(order) for order in lists[:CLASSES]]
-            firsts = [next(walk, -1) for walk in walks]
-            heap = [self._ranked(handle) for handle in firsts if handle >= 0]
-            heapify(heap)
-            while heap:
-                (_, _, kind), handle = heap[0]
-                following = next(walks[kind], -1)
-                if following < 0:
-                    heappop(heap)
-                else:
-                    heapreplace(heap, self._ranked(following))
-                yield handle
+            yield from self._merged(lists[:CLASSES])
 
-    def _ranked(self, handle: int) -> tuple[Rank, int]:
+    def _merged(self, lists: list[OrderedDict[int, None]]) -> Iterator[int]:
+        """Yield the blocks of all lists by the rule, each from its start, or from both ends."""
+        ends = 2 if self._learner.rule == EITHER else 1
+        walks = [(iter(order), reversed(order)) for order in lists]
+        left = [*map(len, lists)]
+        heap = [
+            self._ranked(next(walks[kind][end]), end)
+            for kind in range(CLASSES)
+            for end in range(min(ends, left[kind]))
+        ]
+        heapify(heap)
+        while heap:
+            (_, _, kind), end, handle = heap[0]
+            left[kind] -= 1
+            if left[kind] >= ends:
+                heapreplace(heap, self._ranked(next(walks[kind][end]), end))
+            else:  # the last one of the list, or the next one is that of the other end
+                heappop(heap)
+            yield handle
+
+    def _ranked(self, handle: int, end: int) -> tuple[Rank, int, int]:
         one, learner = self._held[handle], self._learner
-        return learner.hazards.rank(learner.rule, one.kind, self._now - one.last), handle
+        rank = learner.hazards.rank(learner.rule, one.kind, self._now - one.last)
+        return rank, end, handle
 
     def state(self) -> bytes:
         """Return what was learned, ``STATE.size`` bytes."""

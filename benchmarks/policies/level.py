@@ -27,6 +27,8 @@ class Level:
         self.keys = keys
         self.at: dict[int, int] = {}
         """Handle of each block that is there."""
+        self.priority: dict[int, int] = {}
+        """Priority of each block that is there."""
         self.block = [-1] * size
         self.free = [*range(size)][::-1]
         self.number = 0
@@ -69,6 +71,7 @@ class Level:
             self.policy.remove_all(gone)
             for handle in gone:
                 del self.at[self.block[handle]]
+                del self.priority[self.block[handle]]
             if self.keyed is not None and gone:
                 self.keyed.dropped(gone, evicted=True)
             self.free += gone[::-1]
@@ -81,6 +84,7 @@ class Level:
     def _save(self, handles: Sequence[int], blocks: Sequence[int]) -> None:
         for block, handle in zip(blocks, handles, strict=True):
             self.at[block], self.block[handle] = handle, block
+            self.priority[block] = PRIORITY_DEFAULT
         if self.keyed is not None and blocks:
             self.keyed.inserted(handles, [self.keys[block] for block in blocks], self.number)
         self.policy.push_all(handles, PRIORITY_DEFAULT)
