@@ -74,7 +74,7 @@ class Timed(Adaptive):
         self.spent_s += perf_counter() - began_s
 
     def requested(self, keys: Sequence[BlockKey], request: int) -> None:
-        self._time(self._panel.requested, keys, self._places(keys))
+        self._time(self._panel.requested, keys, self._places(keys), False)
 
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         self._time(self._panel.inserted, handles, keys, request)

@@ -14,7 +14,8 @@
 #error "the state is stored as little-endian doubles"
 #endif
 
-enum { LEVELS = 7, INTERVALS = 4, CLASSES = LEVELS * INTERVALS, FRONT = CLASSES };
+enum { LEVELS = 7, INTERVALS = 4, SESSION = LEVELS * INTERVALS };
+enum { CLASSES = SESSION + INTERVALS, FRONT = CLASSES };
 enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 4 };
 enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
 enum { HAZARD, MULTI, RECENT, EITHER };
@@ -24,7 +25,7 @@ enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the
 static const int LEAST[LEVELS] = {1, 2, 3, 4, 6, 9, 15};
 static const int COUNTS[COUNT_LEVELS] = {0, 1, 2, 3, 4, 6, 9, 15};
 static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5};
-static const int GROUP[LEVELS] = {0, 1, 1, 1, 2, 2, 3};
+static const int GROUP[LEVELS + 1] = {0, 1, 1, 1, 2, 2, 3, 3};
 
 typedef struct {
     int32_t next, prev;
@@ -54,7 +55,7 @@ typedef struct {
     int64_t size, now;
     /* of the prompt that is asked for now */
     int64_t prompt_age;
-    int prompt_interval;
+    int prompt_interval, in_session;
     /* Hazards */
     double edges[BINS], hits[CLASSES][BINS], reached[CLASSES][BINS], worth[CLASSES][BINS];
     int learned;
@@ -78,7 +79,7 @@ typedef struct {
     Block *blocks;
     int64_t room, listed;
     int32_t head[PRIORITIES][CLASSES + 1], tail[PRIORITIES][CLASSES + 1];
-    uint32_t used[PRIORITIES];
+    uint64_t used[PRIORITIES];
 } Panel;
 
 static int interval_of(int64_t age, int64_t size) {
@@ -92,6 +93,7 @@ static int class_of(int count, int interval) {
 }
 
 static int class_now(const Panel *self, int count, int64_t age) {
+    if (self->in_session) return SESSION + self->prompt_interval;
     return class_of(count, count > 1 ? interval_of(age, self->size) : self->prompt_interval);
 }
 
@@ -437,7 +439,7 @@ static void add_seen(Panel *self, uint64_t tag, int64_t last) {
 /* ---- Ghosts */
 
 static uint16_t *ghost_bucket(const Panel *self, uint64_t tag, unsigned *bits) {
-    *bits = ((unsigned)tag ^ (unsigned)(tag >> 32)) & 0xFF;
+    *bits = ((unsigned)tag ^ (unsigned)(tag >> 32)) & 0x7F;
     return self->ghosts + ((uint64_t)(uint32_t)tag * (uint64_t)self->buckets >> 32) * WAYS;
 }
 
@@ -445,7 +447,7 @@ static uint16_t *find_ghost(const Panel *self, uint64_t tag) {
     unsigned bits;
     uint16_t *bucket = ghost_bucket(self, tag, &bits);
     for (int at = 0; at < WAYS; at++)
-        if (bucket[at] & 7 && bucket[at] >> 8 == (int)bits) return bucket + at;
+        if (bucket[at] & 7 && bucket[at] >> 9 == (int)bits) return bucket + at;
     return NULL;
 }
 
@@ -455,7 +457,7 @@ static int ghost_count(const Panel *self, uint64_t tag) {
 }
 
 typedef struct {
-    int count, interval, awaited, is_halved;
+    int count, interval, awaited, is_halved, in_session;
     int64_t age;
 } Ghost;
 
@@ -476,6 +478,7 @@ static Ghost take_ghost(Panel *self, uint64_t tag) {
     return (Ghost){.count = COUNTS[entry & 7],
                    .interval = entry >> 3 & 3,
                    .is_halved = 1,
+                   .in_session = entry >> 8 & 1,
                    .awaited = entry >> 5 & 1,
                    .age = ghost_age(self, entry)};
 }
@@ -500,7 +503,8 @@ static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int ki
     unsigned age = epochs < EPOCHS_MAX ? (unsigned)epochs : EPOCHS_MAX;
     unsigned interval = (unsigned)kind % INTERVALS;
     bucket[found] =
-        (uint16_t)(bits << 8 | age << 6 | (unsigned)awaited << 5 | interval << 3 | level);
+        (uint16_t)(bits << 9 | (unsigned)(kind >= SESSION) << 8 | age << 6 |
+                   (unsigned)awaited << 5 | interval << 3 | level);
 }
 
 static void tick_ghosts(Panel *self) {
@@ -532,7 +536,7 @@ static void unlink_block(Panel *self, Block *one) {
     else self->blocks[one->prev].next = one->next;
     if (one->next < 0) self->tail[priority][list] = one->prev;
     else self->blocks[one->next].prev = one->prev;
-    if (self->head[priority][list] < 0) self->used[priority] &= ~(1u << list);
+    if (self->head[priority][list] < 0) self->used[priority] &= ~(1ull << list);
     one->flags &= ~(LISTED | IN_FRONT);
     self->listed--;
 }
@@ -547,7 +551,7 @@ static void link_block(Panel *self, Block *one, int front) {
     one->next = front ? first : -1;
     if (first < 0) {
         self->head[priority][list] = self->tail[priority][list] = handle;
-        self->used[priority] |= 1u << list;
+        self->used[priority] |= 1ull << list;
     } else if (front) {
         self->blocks[first].prev = handle;
         self->head[priority][list] = handle;
@@ -789,7 +793,9 @@ static void correct_counts(Panel *self, Asked *asked, Py_ssize_t count) {
 }
 
 static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
-    if (!require(given_count, 2)) return NULL;
+    if (!require(given_count, 3)) return NULL;
+    int in_session = PyObject_IsTrue(given[2]);
+    if (in_session < 0) return NULL;
     PyObject *keys = PySequence_Fast(given[0], "expected keys");
     PyObject *places = keys ? PySequence_Fast(given[1], "expected places") : NULL;
     Py_ssize_t count = keys ? PySequence_Fast_GET_SIZE(keys) : 0;
@@ -805,6 +811,7 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
     }
     failed = failed || compare(self, keys, places, asked) < 0;
     if (!failed) correct_counts(self, asked, count);
+    self->in_session = in_session;
     for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
         if (asked[at].handle < 0) {
             failed = await_key(self, asked[at].tag, asked[at].count) < 0;
@@ -814,7 +821,7 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
             one->flags |= ASKED;
         }
     }
-    self->prompt_interval = 0;
+    self->prompt_interval = self->in_session = 0;
     PyMem_RawFree(asked);
     Py_XDECREF(keys);
     Py_XDECREF(places);
@@ -833,6 +840,7 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     *one = (Block){.low = (uint32_t)tag, .high = (uint8_t)(tag >> 32)};
     Ghost known = take_ghost(self, tag);
     int kind = known.count ? class_of(known.count, known.interval) : 0;
+    if (known.in_session) kind = SESSION + known.interval;
     int exact = recollect(self, tag, &known), count = known.count > 1 ? known.count : 1;
     if (exact >= 0) kind = exact;
     if (by_request && !known.awaited) {

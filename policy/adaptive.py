@@ -60,7 +60,11 @@ class Adaptive(KeyedPolicy):
 
     def requested(self, keys: Sequence[BlockKey], request: int) -> None:
         del request
-        self._panel.requested(keys, self._places(keys))
+        self._panel.requested(keys, self._places(keys), False)
+
+    def requested_in_session(self, keys: Sequence[BlockKey], request: int) -> None:
+        del request
+        self._panel.requested(keys, self._places(keys), True)
 
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         self._panel.inserted(handles, keys, request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from math import sqrt
 from typing import Final
 
@@ -18,9 +19,11 @@ INTERVALS: Final = 4
 A block that was used once has the interval of its prompt: since the last use of the deepest block
 that was known. So the end of a prompt that continues a chat differs from a new prompt.
 """
-CLASSES: Final = len(LEVELS) * INTERVALS
-"""Classes by level of frequency, then by interval, the longest first."""
-GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3) for _ in range(INTERVALS))
+SESSION: Final = len(LEVELS) * INTERVALS
+"""First class of blocks that a named session asked for; all of a prompt have its interval."""
+CLASSES: Final = SESSION + INTERVALS
+"""Classes by level of frequency, and then by interval, the longest first; then those of sessions."""
+GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3, 3) for _ in range(INTERVALS))
 """Levels of KVBM's MultiLRU, by class: used once, and from 2, 6 and 15 times on."""
 COUNT_MAX: Final = 15
 SAMPLE: Final = 2048
@@ -211,8 +214,8 @@ class Learner:
                 self.ahead[first][second] += ahead
                 self.spread[first][second] += ahead * ahead
 
-    def use(self, tag: int, now: int, interval: int) -> None:
-        """Count a use of a sampled key, in the shadows, too; ``interval`` is its prompt's."""
+    def use(self, tag: int, now: int, kind_of: Callable[[int, int], int]) -> None:
+        """Count a use of a sampled key, in the shadows, too; its class is of its count and age."""
         one = self.keys.get(tag)
         if one is None:
             one = self.keys[tag] = Sampled()
@@ -229,8 +232,7 @@ class Learner:
             hazards.hits[one.kind][hazards.bin(age)] += 1.0
         one.count >>= min(COUNT_MAX, now // period - one.last // period)
         one.count = min(COUNT_MAX, one.count + 1)
-        interval = interval_of(age, self.size) if one.count > 1 else interval
-        one.kind, one.last = class_of(one.count, interval), now
+        one.kind, one.last = kind_of(one.count, age), now
         hazards.reached[one.kind][0] += 1.0
         one.inside = (1 << RULES) - 1
         for rule in range(RULES):

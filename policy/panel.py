@@ -22,6 +22,7 @@ from kvladder.policy.hazards import (
     HALVE,
     INTERVALS,
     LEVELS,
+    SESSION,
     Learner,
     Rank,
     class_of,
@@ -60,6 +61,8 @@ class Known(NamedTuple):
     """True if the level was asked for the key and it has not come yet."""
     is_halved: bool = False
     """True if the count was halved since the last use as often as it has to be."""
+    in_session: bool = False
+    """True if a named session used it last."""
 
 
 class SeenOnce:
@@ -115,7 +118,8 @@ class Ghosts:
     A key may be in one bucket of eight. If that is full, the key of the least uses gives way, the
     one that was used the longest time ago first. An entry has, from the lowest bit: the level of
     its count (3 bits; 0 if empty), the interval (2), whether the level was asked for the key and it
-    has not come yet (1), epochs since its last use (2), 8 bits of the key. Keys that were used once and are not
+    has not come yet (1), epochs since its last use (2), whether a session used it (1), 7 bits of
+    the key. Keys that were used once and are not
     awaited are in ``seen`` alone.
     """
 
@@ -130,13 +134,13 @@ class Ghosts:
     def _at(self, tag: int) -> tuple[int, int]:
         """Return the first entry of a key's bucket, and the bits that are compared."""
         low, high = tag & 0xFFFFFFFF, tag >> 32
-        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0xFF
+        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0x7F
 
     def _find(self, tag: int) -> int:
         """Return the place of a key, -1 if it is unknown."""
         first, bits = self._at(tag)
         for at in range(first, first + WAYS):
-            if self.entries[at] & 7 and self.entries[at] >> 8 == bits:
+            if self.entries[at] & 7 and self.entries[at] >> 9 == bits:
                 return at
         return -1
 
@@ -163,8 +167,14 @@ class Ghosts:
             age = self.seen.age(tag)
             return Known(int(age > 0), age)
         entry, self.entries[at] = self.entries[at], 0
-        count, interval, is_awaited = COUNTS[entry & 7], entry >> 3 & 3, bool(entry >> 5 & 1)
-        return Known(count, self._age(entry), interval, is_awaited, is_halved=True)
+        return Known(
+            count=COUNTS[entry & 7],
+            age=self._age(entry),
+            interval=entry >> 3 & 3,
+            is_awaited=bool(entry >> 5 & 1),
+            is_halved=True,
+            in_session=bool(entry >> 8 & 1),
+        )
 
     def put(self, tag: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
         """Add a key, which is not there, with the time of its last use and its class."""
@@ -184,7 +194,8 @@ class Ghosts:
         length, began = EPOCH * self.size, EPOCH * self.size * self._epoch
         epochs = 1 + (began - 1 - last) // length if last < began else 0
         low = awaited << 5 | kind % INTERVALS << 3 | level
-        self.entries[found] = bits << 8 | min(EPOCHS_MAX, epochs) << 6 | low
+        high = bits << 9 | (kind >= SESSION) << 8
+        self.entries[found] = high | min(EPOCHS_MAX, epochs) << 6 | low
 
     def tick(self, now: int) -> None:
         """Begin a new generation, age all entries, and halve counts: each in its time."""
@@ -230,6 +241,7 @@ class PythonPanel:
         self._ghosts = Ghosts(size)
         self._now = 0
         self._prompt_age = self._prompt_interval = 0  # of the prompt that is asked for now
+        self._in_session = False
         self._held: dict[int, HeldBlock] = {}
         self._lists: dict[int, list[OrderedDict[int, None]]] = {}
         self._len = 0
@@ -242,8 +254,12 @@ class PythonPanel:
     def reserve(self, handles: int) -> None:
         """Allocate memory for handles below ``handles``."""
 
-    def requested(self, keys: Sequence[bytes], places: Sequence[int | None]) -> None:
+    def requested(
+        self, keys: Sequence[bytes], places: Sequence[int | None], in_session: bool
+    ) -> None:
         """Count a use of each key, the last first; ``places`` has their handles, None if absent.
+
+        ``in_session`` says whether a named session asks.
 
         The keys are those of a prompt, so a block was not used more often than the one before it.
         That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake, and, where
@@ -260,13 +276,14 @@ class PythonPanel:
         if deepest >= 0:
             self._prompt_age = self._age(tags[deepest], places[deepest])
             self._prompt_interval = interval_of(self._prompt_age, self.size)
+        self._in_session = in_session
         for tag, handle, count in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
             if handle is None:
                 self._await(tag, count)
             else:
                 self._use(self._held[handle], handle)
                 self._held[handle].asked = True
-        self._prompt_interval = 0
+        self._prompt_interval, self._in_session = 0, False
 
     def _age(self, tag: int, handle: int | None) -> int:
         """Return about how many uses ago a known key was used."""
@@ -318,12 +335,14 @@ class PythonPanel:
         return min(COUNT_MAX, count + 1), age
 
     def _class(self, count: int, age: int) -> int:
+        if self._in_session:
+            return SESSION + self._prompt_interval
         return class_of(count, interval_of(age, self.size) if count > 1 else self._prompt_interval)
 
     def _learn(self, tag: int) -> None:
         self._ghosts.tick(self._now)
         if self._learner.samples(tag):
-            self._learner.use(tag, self._now, self._prompt_interval)
+            self._learner.use(tag, self._now, self._class)
         self._learner.tick(self._now)
 
     def _use(self, one: HeldBlock, handle: int) -> None:
@@ -342,6 +361,8 @@ class PythonPanel:
             known = self._ghosts.take(one.tag)
             is_awaited = known.is_awaited
             one.kind = class_of(known.count, known.interval) if known.count else 0
+            if known.in_session:
+                one.kind = SESSION + known.interval
             if self._learner.samples(one.tag):
                 known, one.kind = self._sampled(one.tag), self._learner.known(one.tag, 0)[1]
             if request and not is_awaited:

@@ -92,7 +92,7 @@ class _Hinted:
         while self._events and self._events[0][0] <= time_s:
             then_s, _, one, call = heappop(self._events)
             call(then_s, one)
-        known = self._level.request(prompt, whole=False)
+        known = self._level.request(prompt, whole=False, in_session=bool(self._told))
         for block in prompt:  # what was retained before this request is retained no longer
             self._until_s.pop(block, None)
         self._rank(prompt, PRIORITY_DEFAULT)

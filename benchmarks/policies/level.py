@@ -37,11 +37,12 @@ class Level:
             self.keyed.attached(size, lambda some: [self.at.get(number[key]) for key in some])
         policy.reserve(size)
 
-    def request(self, prompt: Prompt, *, whole: bool) -> int:
-        """Serve a prompt; return how many leading blocks were there."""
+    def request(self, prompt: Prompt, *, whole: bool, in_session: bool = False) -> int:
+        """Serve a prompt, maybe of a named session; return how many leading blocks were there."""
         self.number += 1
         if self.keyed is not None:
-            self.keyed.requested([self.keys[block] for block in prompt], self.number)
+            told = self.keyed.requested_in_session if in_session else self.keyed.requested
+            told([self.keys[block] for block in prompt], self.number)
         known = next((at for at, b in enumerate(prompt) if b not in self.at), len(prompt))
         if whole:
             self._serve(prompt, known)

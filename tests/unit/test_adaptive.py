@@ -92,7 +92,7 @@ class Twins(RuleBasedStateMachine):
         keys = [key_of(number) for number in range(first, first + count)]
         held = {key: handle for handle, key in self.key.items()}
         for _ in range(again):
-            self.call("requested", keys, [held.get(key) for key in keys])
+            self.call("requested", keys, [held.get(key) for key in keys], again % 3 == 0)
 
     @rule(first=st.integers(0, 60), count=st.integers(1, 9), request=st.integers(0, 2), at=Some)
     def insert(self, first: int, count: int, request: int, at: int) -> None:
@@ -168,9 +168,9 @@ class Level:
         self.free = [*range(size)]
         self.hits = 0
 
-    def request(self, prompt: Sequence[int]) -> None:
+    def request(self, prompt: Sequence[int], in_session: bool = False) -> None:
         keys, places = [*map(key_of, prompt)], [*map(self.at.get, prompt)]
-        self.panel.requested(keys, places)
+        self.panel.requested(keys, places, in_session)
         known = places.index(None) if None in places else len(places)
         self.hits += known
         for number in reversed(prompt):
@@ -215,8 +215,8 @@ def test_both_serve_a_level_alike(native, size):
     """At sizes at which all keys are sampled, and at one where half are."""
     ours, theirs = Level(PythonPanel(size), size), Level(native.Panel(size), size)
     for prompt in prompts(size, 600):
-        ours.request(prompt)
-        theirs.request(prompt)
+        ours.request(prompt, prompt[0] % 20_000 == 0)
+        theirs.request(prompt, prompt[0] % 20_000 == 0)
         assert ours.hits == theirs.hits
     assert ours.at == theirs.at
     assert ours.panel.state() == theirs.panel.state()
@@ -260,7 +260,7 @@ def test_a_block_costs_forty_bytes_at_most(native):
     policy.reserve(size)
     for first in range(0, 3 * size, 400):
         keys = [n.to_bytes(32, "little") for n in (hash_of(first + k) for k in range(400))]
-        policy.requested(keys, [None] * len(keys))
+        policy.requested(keys, [None] * len(keys), False)
     assert policy.__sizeof__() < 40 * size + (3 << 20)
 
 
@@ -347,11 +347,11 @@ def test_a_lost_key_of_a_prompt_is_known_by_those_behind_it():
     keys = [*map(key_of, range(40))]
     tags = [tag_of(key) for key in keys if not panel._learner.samples(tag_of(key))]
     for _ in range(3):
-        panel.requested(keys, [None] * len(keys))
+        panel.requested(keys, [None] * len(keys), False)
     lost = tags[len(tags) // 2]
     assert panel._ghosts.take(lost).count == 3
     panel._ghosts.seen = SeenOnce(6400)
-    panel.requested(keys, [None] * len(keys))
+    panel.requested(keys, [None] * len(keys), False)
     assert panel._ghosts.take(lost).count == 4
 
 
