@@ -22,7 +22,7 @@ that was known. So the end of a prompt that continues a chat differs from a new 
 SESSION: Final = len(LEVELS) * INTERVALS
 """First class of blocks that a named session asked for; all of a prompt have its interval."""
 CLASSES: Final = SESSION + INTERVALS
-"""Classes by level of frequency, and then by interval, the longest first; then those of sessions."""
+"""Classes by level of frequency, then by interval, the longest first; then those of sessions."""
 GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3, 3) for _ in range(INTERVALS))
 """Levels of KVBM's MultiLRU, by class: used once, and from 2, 6 and 15 times on."""
 COUNT_MAX: Final = 15

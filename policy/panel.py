@@ -10,10 +10,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvladder.policy.hazards import (
     CLASSES,
@@ -49,7 +50,8 @@ GENERATION: Final = 5
 """Sizes in uses of a generation of keys that were used once."""
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Known:
     """What is known of a key that the level does not hold."""
 
     count: int = 0

@@ -61,12 +61,12 @@ def served_with_hints(
     told: Sequence[str] = (ENDS,),
 ) -> Outcome:
     """Return what a level serves that is told these hints; all but ``ends`` need times."""
-    hinted = _Hinted(Level(policy, size, keys), trace, told)
+    hinted = Hinted(Level(policy, size, keys), trace, told)
     known = [hinted.request(number) for number in range(len(trace.prompts))]
     return Outcome(sum(known), sum(map(work, known)))
 
 
-class _Hinted:
+class Hinted:
     """A level, and what an agent says of each session of a trace."""
 
     def __init__(self, level: Level, trace: Trace, told: Sequence[str]) -> None:

@@ -105,7 +105,7 @@ def agent_trace(random: Random) -> Trace:
 
 
 def agent_requests(random: Random, hours: float = 0.7, rate: float = 300) -> Timed:
-    """Return requests of coding agents: tool loops that send a growing context again, waits of people, forks."""
+    """Return requests of coding agents: tool loops over a growing context, pauses, forks."""
     blocks, requests, numbers = _Blocks(), Timed(), count()
     systems = [blocks.new(random.randint(15, 35)) for _ in range(5)]
 

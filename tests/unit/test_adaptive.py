@@ -25,6 +25,7 @@ from kvladder.policy.hazards import (
     MULTI,
     RECENT,
     RULES,
+    SESSION,
     Learner,
     class_of,
     interval_of,
@@ -214,7 +215,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 def test_both_serve_a_level_alike(native, size):
     """At sizes at which all keys are sampled, and at one where half are."""
     ours, theirs = Level(PythonPanel(size), size), Level(native.Panel(size), size)
-    for prompt in prompts(size, 600):
+    for prompt in prompts(size, 300):
         ours.request(prompt, prompt[0] % 20_000 == 0)
         theirs.request(prompt, prompt[0] % 20_000 == 0)
         assert ours.hits == theirs.hits
@@ -286,10 +287,9 @@ def test_a_front_block_goes_first_of_its_priority_whatever_was_learned(native, m
     assert order[-1] == held[7]
 
 
-@pytest.mark.parametrize("make", ["python", "c"])
-def test_a_loop_that_does_not_fit_is_kept_in_part(native, make):
+def test_a_loop_that_does_not_fit_is_kept_in_part(native):
     """LRU has no hit of it, and Belady's bound is .67; that the newest block goes is learned."""
-    policy = Adaptive(100, make=PythonPanel if make == "python" else native.Panel)
+    policy = Adaptive(100, make=native.Panel)
     level = Level(policy._panel, 100)
     for round_ in range(30):
         for first in range(0, 150, 10):
@@ -316,14 +316,28 @@ def test_the_end_of_a_chat_outlasts_a_new_prompt(native):
     assert all(chat[-1] in level.at for chat in chats)
 
 
+@pytest.mark.parametrize("size", [5000, 200])
+@pytest.mark.parametrize(("is_named", "kinds"), [(True, 1), (False, 3)])
+def test_the_blocks_of_a_named_session_are_of_one_class(size, is_named, kinds):
+    """They were used once, twice and three times; half of the keys are sampled, or all."""
+    policy, keys = Adaptive(size, make=PythonPanel), [*map(key_of, range(12))]
+    tell = policy.requested_in_session if is_named else policy.requested
+    for length in (4, 8, 12):
+        tell(keys[:length], 1)
+    policy.inserted([*range(12)], keys, 1)
+    held = policy._panel._held
+    assert len({held[handle].kind for handle in range(12)}) == kinds
+    assert all((held[handle].kind >= SESSION) == is_named for handle in range(12))
+
+
 def test_a_rule_takes_over_only_if_it_is_clearly_ahead():
-    """Five requests, each better by one block, are no proof; the learned worth comes back sooner."""
+    """Five requests, each better by one block, are no proof; a rule gives way to less."""
     learner = Learner(6400)
-    for ahead, spread, rule in ((5, 5, HAZARD), (90, 900, HAZARD), (95, 900, RECENT)):
+    for ahead, spread, chosen in ((5, 5, HAZARD), (90, 900, HAZARD), (95, 900, RECENT)):
         learner.rule = HAZARD
         learner.ahead[RECENT][HAZARD], learner.spread[RECENT][HAZARD] = ahead, spread
         learner._choose()
-        assert learner.rule == rule
+        assert learner.rule == chosen
     learner.ahead[RECENT][HAZARD] = 0
     learner.ahead[HAZARD][RECENT], learner.spread[HAZARD][RECENT] = 31, 900
     learner._choose()
@@ -358,14 +372,14 @@ def test_a_lost_key_of_a_prompt_is_known_by_those_behind_it():
 def test_classes_are_told_by_count_and_interval():
     assert class_of(1, 0) == 0
     assert class_of(2, 0) == INTERVALS
-    assert class_of(15, INTERVALS - 1) == CLASSES - 1
+    assert class_of(15, INTERVALS - 1) == SESSION - 1 == CLASSES - INTERVALS - 1
     intervals = [interval_of(age, 100) for age in (1000, 400, 399, 100, 99, 25, 24, 0)]
     assert intervals == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [class_of(4, interval) for interval in range(INTERVALS)] == [12, 13, 14, 15]
 
 
 def test_the_rules_are_four():
-    assert [HAZARD, MULTI, RECENT, EITHER] == [*range(RULES)]
+    assert [*range(RULES)] == [HAZARD, MULTI, RECENT, EITHER]
 
 
 def test_the_loops_in_c_are_used_if_they_were_built():
