@@ -51,7 +51,7 @@ GENERATION: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Remembered:
     """What is known of a key that the level does not hold."""
 
     count: int = 0
@@ -162,14 +162,14 @@ class Ghosts:
         part = self._time - self._epoch * length
         return epochs * length + part - length // 2 if epochs else part // 2
 
-    def take(self, tag: int) -> Known:
+    def take(self, tag: int) -> Remembered:
         """Remove a key, and return what was known of it."""
         at = self._find(tag)
         if at < 0:
             age = self.seen.age(tag)
-            return Known(int(age > 0), age)
+            return Remembered(int(age > 0), age)
         entry, self.entries[at] = self.entries[at], 0
-        return Known(
+        return Remembered(
             count=COUNTS[entry & 7],
             age=self._age(entry),
             interval=entry >> 3 & 3,
@@ -308,24 +308,24 @@ class PythonPanel:
 
     def _await(self, tag: int, before: int) -> None:
         """Count a use of a key that the level does not hold, which was used ``before`` times."""
-        known = self._ghosts.take(tag) if before else Known()
+        known = self._ghosts.take(tag) if before else Remembered()
         if self._learner.samples(tag):
             known = self._sampled(tag)
         elif known.count < before:
             age = known.age if known.count else self._prompt_age
-            known = Known(before, age, is_halved=True)
+            known = Remembered(before, age, is_halved=True)
         count, age = self._next(known)
         count = min(count, before + 1)
         kind = self._class(count, age)
         self._learn(tag)
         self._ghosts.put(tag, self._now, count, kind, awaited=True)
 
-    def _sampled(self, tag: int) -> Known:
+    def _sampled(self, tag: int) -> Remembered:
         """Return what is known of a sampled key; of these it is exact."""
         count, _, age = self._learner.known(tag, self._now)
-        return Known(count, age)
+        return Remembered(count, age)
 
-    def _next(self, known: Known) -> tuple[int, int]:
+    def _next(self, known: Remembered) -> tuple[int, int]:
         """Return count and age of a key after a use now."""
         self._now += 1
         period = HALVE * self.size
@@ -348,7 +348,7 @@ class PythonPanel:
         self._learner.tick(self._now)
 
     def _use(self, one: HeldBlock, handle: int) -> None:
-        one.count, age = self._next(Known(one.count, self._now - one.last))
+        one.count, age = self._next(Remembered(one.count, self._now - one.last))
         one.kind, one.last = self._class(one.count, age), self._now
         self._learn(one.tag)
         if one.list >= 0:

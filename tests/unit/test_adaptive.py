@@ -227,7 +227,7 @@ def test_both_serve_a_level_alike(native, size):
 def test_what_was_learned_survives(native):
     for make in (PythonPanel, native.Panel):
         first = Level(Adaptive(50, make=make)._panel, 50)
-        for prompt in prompts(3, 300):
+        for prompt in prompts(3, 80):
             first.request(prompt)
         kept = Adaptive(50, make=make)
         kept._panel.restore(first.panel.state())
@@ -273,7 +273,7 @@ def hash_of(number: int) -> int:
 def test_a_front_block_goes_first_of_its_priority_whatever_was_learned(native, make):
     policy = Adaptive(40, make=PythonPanel if make == "python" else native.Panel)
     level = Level(policy._panel, 40)
-    for prompt in prompts(5, 200):
+    for prompt in prompts(5, 60):
         level.request(prompt)
     held = sorted(level.number)
     policy.remove(held[3])
