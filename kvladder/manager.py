@@ -21,7 +21,7 @@ from kvladder.metrics import Missed, Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
-from kvladder.policy.sessions import Sessions
+from kvladder.policy.sessions import LATER, Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
 from kvladder.tiers.guests import Closing as Closing
 from kvladder.tiers.guests import Guests
@@ -180,6 +180,7 @@ class CacheManager:
         would take longer than computing it is neither fetched nor waited for. ``saves`` is the work
         that the engine avoids if all of the blocks come; None stands for their tokens. ``session``
         is the session that asks: blocks that another session brought in outlast that session's end.
+        Policies are told that a session asks, so ``adaptive`` keeps or evicts it as a whole.
         Without ``is_use`` it is a prefetch, which eviction policies do not count as a use.
         ``trace`` has the headers of the request's trace; None continues OpenTelemetry's context.
         """
@@ -196,6 +197,7 @@ class CacheManager:
             salt=self._digest(salt),
             saves=saves,
             is_use=is_use,
+            in_session=session not in (None, LATER),
         )
         if self.tracer is not None:
             fetch.span = self.tracer.fetch(trace, is_use=is_use)

@@ -14,16 +14,18 @@
 #error "the state is stored as little-endian doubles"
 #endif
 
-enum { LEVELS = 6, INTERVALS = 4, CLASSES = 1 + LEVELS * INTERVALS, FRONT = CLASSES };
-enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 3 };
-enum { HAZARD, MULTI, RECENT };
-enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 2, PRIORITIES = 101 };
+enum { LEVELS = 7, INTERVALS = 4, SESSION = LEVELS * INTERVALS };
+enum { CLASSES = SESSION + INTERVALS, FRONT = CLASSES };
+enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 4 };
+enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
+enum { HAZARD, MULTI, RECENT, EITHER };
+enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
-static const int LEAST[LEVELS] = {2, 3, 4, 6, 9, 15};
+static const int LEAST[LEVELS] = {1, 2, 3, 4, 6, 9, 15};
 static const int COUNTS[COUNT_LEVELS] = {0, 1, 2, 3, 4, 6, 9, 15};
-static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5}, AGES[4] = {1, 2, 4, 6};
-static const int GROUP[LEVELS] = {1, 1, 1, 2, 2, 3};
+static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5};
+static const int GROUP[LEVELS + 1] = {0, 1, 1, 1, 2, 2, 3, 3};
 
 typedef struct {
     int32_t next, prev;
@@ -51,11 +53,14 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int64_t size, now;
+    /* of the prompt that is asked for now */
+    int64_t prompt_age;
+    int prompt_interval, in_session;
     /* Hazards */
     double edges[BINS], hits[CLASSES][BINS], reached[CLASSES][BINS], worth[CLASSES][BINS];
     int learned;
     /* Learner */
-    int64_t rate, shadow_size, held_by[RULES], learn_at, halve_at, choose_at, fade_at;
+    int64_t rate, forget, shadow_size, held_by[RULES], learn_at, halve_at, choose_at, fade_at;
     double ahead[RULES][RULES], spread[RULES][RULES];
     int rule;
     Sampled *sampled;
@@ -66,7 +71,7 @@ typedef struct {
     uint64_t log_room, log_end, passed[BINS + 1];
     /* Ghosts */
     uint16_t *ghosts;
-    int64_t buckets, ages;
+    int64_t memory, buckets, epoch;
     /* SeenOnce */
     uint64_t *seen, *seen_before;
     int64_t words, began;
@@ -74,14 +79,22 @@ typedef struct {
     Block *blocks;
     int64_t room, listed;
     int32_t head[PRIORITIES][CLASSES + 1], tail[PRIORITIES][CLASSES + 1];
-    uint32_t used[PRIORITIES];
+    uint64_t used[PRIORITIES];
 } Panel;
 
-static int class_of(int count, int64_t age, int64_t size) {
-    if (count < LEAST[0]) return 0;
+static int interval_of(int64_t age, int64_t size) {
+    return (4 * age < size) + (age < size) + (age < 4 * size);
+}
+
+static int class_of(int count, int interval) {
     int level = -1;
     for (int at = 0; at < LEVELS; at++) level += count >= LEAST[at];
-    return 1 + level * INTERVALS + (4 * age < size) + (age < size) + (age < 4 * size);
+    return level * INTERVALS + interval;
+}
+
+static int class_now(const Panel *self, int count, int64_t age) {
+    if (self->in_session) return SESSION + self->prompt_interval;
+    return class_of(count, count > 1 ? interval_of(age, self->size) : self->prompt_interval);
 }
 
 /* ---- Hazards */
@@ -132,8 +145,8 @@ static void learn(Panel *self) {
     for (int one = 0; one < CLASSES; one++) learn_one(self, one, every, widths);
     for (int level = 0; level < LEVELS; level++)
         for (int shorter = 0; shorter < INTERVALS; shorter++) {
-            int at = 1 + level * INTERVALS + shorter;
-            if (shorter) raise_to(self, at, at - 1);
+            int at = level * INTERVALS + shorter;
+            if (shorter && level) raise_to(self, at, at - 1);
             if (level) raise_to(self, at, at - INTERVALS);
         }
     self->learned = 1;
@@ -151,8 +164,8 @@ static double score(const Panel *self, int one, uint32_t age) {
 
 static Rank rank_of(const Panel *self, int rule, int one, uint32_t age) {
     Rank rank = {0.0, age, one};
-    if (rule == HAZARD) rank.score = score(self, one, age);
-    if (rule == MULTI) rank.score = one ? GROUP[(one - 1) / INTERVALS] : 0.0;
+    if (rule == HAZARD || rule == EITHER) rank.score = score(self, one, age);
+    if (rule == MULTI) rank.score = GROUP[one / INTERVALS];
     return rank;
 }
 
@@ -259,23 +272,34 @@ static void shadow_leave(Panel *self, int rule, int32_t index) {
     Sampled *one = &self->sampled[index];
     shadow_unlink(self, rule, index);
     one->inside &= ~(1 << rule);
-    if (!one->inside && (uint32_t)self->now - one->last >= FORGET * self->size)
+    if (!one->inside && (uint32_t)self->now - one->last >= self->forget)
         delete_sampled(self, index);
 }
 
 static void shadow_evict(Panel *self, int rule) {
     Rank best = {0.0, 0, -1};
+    int32_t victim = -1;
     for (int kind = 0; kind < CLASSES; kind++) {
         int32_t index = self->shadow_head[rule][kind];
         if (index < 0) continue;
         Rank rank =
             rank_of(self, rule, kind, (uint32_t)self->now - self->sampled[index].last);
-        if (best.kind < 0 || before(rank, best)) best = rank;
-        if (rule == MULTI && kind && kind % INTERVALS == 0 && best.kind >= 0 &&
-            kind / INTERVALS < LEVELS && GROUP[kind / INTERVALS] > best.score)
-            break; /* the groups that follow are above it */
+        if (victim < 0 || before(rank, best)) {
+            best = rank;
+            victim = index;
+        }
+        if (rule == MULTI && rank.score > best.score) break; /* so are those that follow */
     }
-    shadow_leave(self, rule, self->shadow_head[rule][best.kind]);
+    for (int kind = 0; rule == EITHER && kind < CLASSES; kind++) {
+        int32_t index = self->shadow_tail[rule][kind];
+        if (index < 0) continue;
+        Rank rank = rank_of(self, rule, kind, (uint32_t)self->now - self->sampled[index].last);
+        if (before(rank, best)) {
+            best = rank;
+            victim = index;
+        }
+    }
+    shadow_leave(self, rule, victim);
 }
 
 static int log_use(Panel *self, int32_t index, int kind) {
@@ -297,7 +321,7 @@ static int log_use(Panel *self, int32_t index, int kind) {
 
 static void reach(Panel *self) {
     for (int age = 1; age <= BINS; age++) {
-        double edge = age < BINS ? self->edges[age] : (double)(FORGET * self->size);
+        double edge = age < BINS ? self->edges[age] : (double)self->forget;
         for (; self->passed[age] < self->log_end; self->passed[age]++) {
             Use use = self->log[self->passed[age] & (self->log_room - 1)];
             if ((uint32_t)self->now - use.then < edge) break;
@@ -326,7 +350,7 @@ static int use_sampled(Panel *self, uint64_t tag) {
     int64_t halved = one->count ? self->now / period - last / period : 0;
     one->count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
     if (one->count < COUNT_MAX) one->count++;
-    one->kind = (uint8_t)class_of(one->count, age, self->size);
+    one->kind = (uint8_t)class_now(self, one->count, age);
     one->last = (uint32_t)self->now;
     self->reached[one->kind][0] += 1.0;
     one->inside = (1 << RULES) - 1;
@@ -352,7 +376,9 @@ static void choose(Panel *self) {
     double best = 0.0;
     for (int rule = 0; rule < RULES; rule++) {
         double ahead = self->ahead[rule][current], spread = self->spread[rule][current];
-        if (spread > 0 && ahead > sqrt(spread) && ahead > best) {
+        double least = sqrt(spread);
+        if (rule != HAZARD) least = 2.0 * least + (double)self->shadow_size / 64.0;
+        if (spread > 0 && ahead > least && ahead > best) {
             best = ahead;
             self->rule = rule;
         }
@@ -398,21 +424,22 @@ static uint64_t seen_at(const Panel *self, uint64_t tag, int64_t *at) {
 static int64_t seen_age(const Panel *self, uint64_t tag) {
     int64_t at;
     uint64_t bits = seen_at(self, tag, &at);
-    if ((self->seen[at] & bits) == bits) return 2 * self->size;
-    return (self->seen_before[at] & bits) == bits ? 6 * self->size : 0;
+    int64_t part = self->now - self->began;
+    if ((self->seen[at] & bits) == bits) return part / 2 + 1;
+    return (self->seen_before[at] & bits) == bits ? part + GENERATION * self->memory / 2 : 0;
 }
 
 static void add_seen(Panel *self, uint64_t tag, int64_t last) {
     int64_t at;
     uint64_t bits = seen_at(self, tag, &at);
     if (last >= self->began) self->seen[at] |= bits;
-    else if (last >= self->began - 5 * self->size) self->seen_before[at] |= bits;
+    else if (last >= self->began - GENERATION * self->memory) self->seen_before[at] |= bits;
 }
 
 /* ---- Ghosts */
 
 static uint16_t *ghost_bucket(const Panel *self, uint64_t tag, unsigned *bits) {
-    *bits = ((unsigned)tag ^ (unsigned)(tag >> 32)) & 0xFF;
+    *bits = ((unsigned)tag ^ (unsigned)(tag >> 32)) & 0x7F;
     return self->ghosts + ((uint64_t)(uint32_t)tag * (uint64_t)self->buckets >> 32) * WAYS;
 }
 
@@ -420,7 +447,7 @@ static uint16_t *find_ghost(const Panel *self, uint64_t tag) {
     unsigned bits;
     uint16_t *bucket = ghost_bucket(self, tag, &bits);
     for (int at = 0; at < WAYS; at++)
-        if (bucket[at] & 7 && bucket[at] >> 8 == (int)bits) return bucket + at;
+        if (bucket[at] & 7 && bucket[at] >> 9 == (int)bits) return bucket + at;
     return NULL;
 }
 
@@ -430,9 +457,15 @@ static int ghost_count(const Panel *self, uint64_t tag) {
 }
 
 typedef struct {
-    int count, interval, awaited;
+    int count, interval, awaited, is_halved, in_session;
     int64_t age;
 } Ghost;
+
+static int64_t ghost_age(const Panel *self, unsigned entry) {
+    int64_t length = EPOCH * self->size, part = self->now - self->epoch * length;
+    int64_t epochs = entry >> 6 & 3;
+    return epochs ? epochs * length + part - length / 2 : part / 2;
+}
 
 static Ghost take_ghost(Panel *self, uint64_t tag) {
     uint16_t *found = find_ghost(self, tag);
@@ -444,8 +477,10 @@ static Ghost take_ghost(Panel *self, uint64_t tag) {
     *found = 0;
     return (Ghost){.count = COUNTS[entry & 7],
                    .interval = entry >> 3 & 3,
+                   .is_halved = 1,
+                   .in_session = entry >> 8 & 1,
                    .awaited = entry >> 5 & 1,
-                   .age = AGES[entry >> 6 & 3] * self->size};
+                   .age = ghost_age(self, entry)};
 }
 
 static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int kind, int awaited) {
@@ -463,23 +498,28 @@ static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int ki
         }
         if (!left) break;
     }
-    unsigned interval = kind ? (unsigned)(kind - 1) % INTERVALS : 0;
-    bucket[found] = (uint16_t)(bits << 8 | (unsigned)awaited << 5 | interval << 3 | level);
+    int64_t length = EPOCH * self->size, began = self->epoch * length;
+    int64_t epochs = last < began ? 1 + (began - 1 - last) / length : 0;
+    unsigned age = epochs < EPOCHS_MAX ? (unsigned)epochs : EPOCHS_MAX;
+    unsigned interval = (unsigned)kind % INTERVALS;
+    bucket[found] =
+        (uint16_t)(bits << 9 | (unsigned)(kind >= SESSION) << 8 | age << 6 |
+                   (unsigned)awaited << 5 | interval << 3 | level);
 }
 
 static void tick_ghosts(Panel *self) {
-    if (self->now >= self->began + 5 * self->size) {
+    if (self->now >= self->began + GENERATION * self->memory) {
         uint64_t *older = self->seen_before;
         self->began = self->now;
         self->seen_before = self->seen;
         self->seen = older;
         memset(older, 0, (size_t)self->words * sizeof *older);
     }
-    if (self->now < (self->ages + 1) * 2 * self->size) return;
-    int halves = ++self->ages % (HALVE / 2) == 0;
+    if (self->now < (self->epoch + 1) * EPOCH * self->size) return;
+    int halves = ++self->epoch % (HALVE / EPOCH) == 0;
     for (int64_t at = 0; at < self->buckets * WAYS; at++) {
         unsigned entry = self->ghosts[at], level = halves ? HALVED[entry & 7] : entry & 7;
-        unsigned age = (entry >> 6 & 3) < 3 ? (entry >> 6 & 3) + 1 : 3;
+        unsigned age = (entry >> 6 & 3) < EPOCHS_MAX ? (entry >> 6 & 3) + 1 : EPOCHS_MAX;
         self->ghosts[at] = (uint16_t)(level ? (entry & 0xFF38) | age << 6 | level : 0);
     }
 }
@@ -496,7 +536,7 @@ static void unlink_block(Panel *self, Block *one) {
     else self->blocks[one->prev].next = one->next;
     if (one->next < 0) self->tail[priority][list] = one->prev;
     else self->blocks[one->next].prev = one->prev;
-    if (self->head[priority][list] < 0) self->used[priority] &= ~(1u << list);
+    if (self->head[priority][list] < 0) self->used[priority] &= ~(1ull << list);
     one->flags &= ~(LISTED | IN_FRONT);
     self->listed--;
 }
@@ -511,7 +551,7 @@ static void link_block(Panel *self, Block *one, int front) {
     one->next = front ? first : -1;
     if (first < 0) {
         self->head[priority][list] = self->tail[priority][list] = handle;
-        self->used[priority] |= 1u << list;
+        self->used[priority] |= 1ull << list;
     } else if (front) {
         self->blocks[first].prev = handle;
         self->head[priority][list] = handle;
@@ -522,13 +562,13 @@ static void link_block(Panel *self, Block *one, int front) {
     self->listed++;
 }
 
-static int next_count(Panel *self, int count, int64_t *age) {
+static int next_count(Panel *self, int count, int64_t *age, int is_halved) {
     self->now++;
     int64_t period = HALVE * self->size;
     if (count) {
         *age = *age + 1 < self->now ? *age + 1 : self->now;
         int64_t halved = self->now / period - (self->now - *age) / period;
-        count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
+        if (!is_halved) count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
     }
     return count < COUNT_MAX ? count + 1 : COUNT_MAX;
 }
@@ -545,10 +585,10 @@ static int note_use(Panel *self, uint64_t tag) {
 
 static int use_block(Panel *self, Block *one) {
     int64_t age = (uint32_t)((uint32_t)self->now - one->last);
-    int count = next_count(self, one->flags & COUNT_MAX, &age), listed = one->flags & LISTED;
+    int count = next_count(self, one->flags & COUNT_MAX, &age, 0), listed = one->flags & LISTED;
     if (listed) unlink_block(self, one);
     one->flags = (uint8_t)((one->flags & ~COUNT_MAX) | count);
-    one->kind = (uint8_t)class_of(count, age, self->size);
+    one->kind = (uint8_t)class_now(self, count, age);
     one->last = (uint32_t)self->now;
     if (listed) link_block(self, one, 0);
     return note_use(self, tag_of(one));
@@ -579,19 +619,24 @@ static int recollect(const Panel *self, uint64_t tag, Ghost *known) {
     if (!samples(self, (uint32_t)tag)) return -1;
     int32_t index = find_sampled(self, tag);
     const Sampled *one = index < 0 ? NULL : &self->sampled[index];
+    known->is_halved = 0;
     known->count = one ? one->count : 0;
     known->age = one ? (uint32_t)((uint32_t)self->now - one->last) : 0;
     return one ? one->kind : 0;
 }
 
-static int await_key(Panel *self, uint64_t tag, int most) {
+static int await_key(Panel *self, uint64_t tag, int before) {
     Ghost known = {0};
-    if (most) known = take_ghost(self, tag);
+    if (before) known = take_ghost(self, tag);
     recollect(self, tag, &known);
-    int count = next_count(self, known.count, &known.age);
-    int kind = class_of(count, known.age, self->size);
-    if (count > most + 1) count = most + 1;
-    if (count < LEAST[0]) kind = 0;
+    if (known.count < before && !samples(self, (uint32_t)tag)) {
+        if (!known.count) known.age = self->prompt_age;
+        known.count = before;
+        known.is_halved = 1;
+    }
+    int count = next_count(self, known.count, &known.age, known.is_halved);
+    if (count > before + 1) count = before + 1;
+    int kind = class_now(self, count, known.age);
     if (note_use(self, tag) < 0) return -1;
     put_ghost(self, tag, self->now, count, kind, 1);
     return 0;
@@ -692,19 +737,29 @@ static Block *block_at(Panel *self, PyObject *place) {
 typedef struct {
     uint64_t tag;
     int64_t handle; /* -1: absent */
-    int most;
+    int count;
 } Asked;
 
-/* Count the hits of the shadows, and the most uses of each key; -1 with an error set. */
+/* About how many uses ago a key was used. */
+static int64_t age_of(const Panel *self, Asked one) {
+    uint32_t now = (uint32_t)self->now;
+    if (one.handle >= 0) return (uint32_t)(now - self->blocks[one.handle].last);
+    if (samples(self, (uint32_t)one.tag)) {
+        int32_t index = find_sampled(self, one.tag);
+        return index < 0 ? 0 : (uint32_t)(now - self->sampled[index].last);
+    }
+    const uint16_t *found = find_ghost(self, one.tag);
+    return found ? ghost_age(self, *found) : seen_age(self, one.tag);
+}
+
+/* Count the hits of the shadows, and the uses of each key; -1 with an error set. */
 static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) {
-    int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0, most = COUNT_MAX;
+    int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0;
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
         uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
         Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
         if (PyErr_Occurred()) return -1;
-        int count = count_of(self, tag, one);
-        if (count < most) most = count;
-        asked[at] = (Asked){tag, one ? one - self->blocks : -1, most};
+        asked[at] = (Asked){tag, one ? one - self->blocks : -1, count_of(self, tag, one)};
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
         int32_t index = going ? find_sampled(self, tag) : -1;
@@ -720,8 +775,27 @@ static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) 
     return 0;
 }
 
+/* Correct the counts by those before and behind them, and note the prompt's age and interval. */
+static void correct_counts(Panel *self, Asked *asked, Py_ssize_t count) {
+    Py_ssize_t deepest = -1;
+    int most = COUNT_MAX;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        int least = 0;
+        if (at + 2 < count)
+            least = asked[at + (asked[at + 2].count < asked[at + 1].count ? 2 : 1)].count;
+        if (least > asked[at].count) asked[at].count = least;
+        if (asked[at].count < most) most = asked[at].count;
+        asked[at].count = most;
+        if (most) deepest = at;
+    }
+    self->prompt_age = deepest < 0 ? 0 : age_of(self, asked[deepest]);
+    self->prompt_interval = deepest < 0 ? 0 : interval_of(self->prompt_age, self->size);
+}
+
 static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
-    if (!require(given_count, 2)) return NULL;
+    if (!require(given_count, 3)) return NULL;
+    int in_session = PyObject_IsTrue(given[2]);
+    if (in_session < 0) return NULL;
     PyObject *keys = PySequence_Fast(given[0], "expected keys");
     PyObject *places = keys ? PySequence_Fast(given[1], "expected places") : NULL;
     Py_ssize_t count = keys ? PySequence_Fast_GET_SIZE(keys) : 0;
@@ -736,15 +810,18 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
         failed = 1;
     }
     failed = failed || compare(self, keys, places, asked) < 0;
+    if (!failed) correct_counts(self, asked, count);
+    self->in_session = in_session;
     for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
         if (asked[at].handle < 0) {
-            failed = await_key(self, asked[at].tag, asked[at].most) < 0;
+            failed = await_key(self, asked[at].tag, asked[at].count) < 0;
         } else {
             Block *one = &self->blocks[asked[at].handle];
             failed = use_block(self, one) < 0;
             one->flags |= ASKED;
         }
     }
+    self->prompt_interval = self->in_session = 0;
     PyMem_RawFree(asked);
     Py_XDECREF(keys);
     Py_XDECREF(places);
@@ -762,13 +839,13 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     }
     *one = (Block){.low = (uint32_t)tag, .high = (uint8_t)(tag >> 32)};
     Ghost known = take_ghost(self, tag);
-    int kind = class_of(known.count, 0, self->size); /* of the shortest interval */
-    if (kind) kind += known.interval - (INTERVALS - 1);
+    int kind = known.count ? class_of(known.count, known.interval) : 0;
+    if (known.in_session) kind = SESSION + known.interval;
     int exact = recollect(self, tag, &known), count = known.count > 1 ? known.count : 1;
     if (exact >= 0) kind = exact;
     if (by_request && !known.awaited) {
-        count = next_count(self, known.count, &known.age);
-        kind = class_of(count, known.age, self->size);
+        count = next_count(self, known.count, &known.age, known.is_halved);
+        kind = class_now(self, count, known.age);
         if (note_use(self, tag) < 0) return -1;
     }
     one->kind = (uint8_t)kind;
@@ -811,7 +888,7 @@ static PyObject *dropped(Panel *self, PyObject *const *given, Py_ssize_t given_c
         if (evicted) {
             take_ghost(self, tag);
             int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
-            put_ghost(self, tag, last, one->flags & COUNT_MAX, one->kind, 0);
+            put_ghost(self, tag, last, count_of(self, tag, one), one->kind, 0);
         } else if (samples(self, (uint32_t)tag)) {
             leave_shadows(self, tag);
         }
@@ -967,45 +1044,59 @@ typedef struct {
     Panel *panel;
     int priority;       /* the next one to begin */
     int32_t front;      /* the next one of the front, -1 at its end */
-    int32_t at[CLASSES];
-    Rank ranks[CLASSES];
-    int kinds[CLASSES], count;
+    int32_t at[2 * CLASSES]; /* the next of each list, and from its other end; -1 at the end */
+    Rank ranks[2 * CLASSES];
+    int slots, left; /* in use; lists that have not ended */
 } Walk;
 
-static int step_walk(Walk *walk, int slot, int32_t handle) {
-    if (handle < 0 || handle >= walk->panel->room) return 0;
-    const Block *one = &walk->panel->blocks[handle];
+static void step_walk(Walk *walk, int slot, int32_t handle) {
+    const Panel *panel = walk->panel;
+    if (handle < 0 || handle >= panel->room) handle = -1;
+    if (walk->at[slot] >= 0) walk->left--;
     walk->at[slot] = handle;
-    walk->ranks[slot] = rank_of(walk->panel, walk->panel->rule, one->kind,
-                                (uint32_t)walk->panel->now - one->last);
-    return 1;
+    if (handle < 0) return;
+    const Block *one = &panel->blocks[handle];
+    walk->left++;
+    walk->ranks[slot] =
+        rank_of(panel, panel->rule, one->kind, (uint32_t)panel->now - one->last);
+}
+
+static void begin_walk(Walk *walk, int priority) {
+    const Panel *panel = walk->panel;
+    walk->front = panel->head[priority][FRONT];
+    walk->slots = panel->rule == EITHER ? 2 * CLASSES : CLASSES;
+    for (int slot = 0; slot < walk->slots; slot++) {
+        int kind = slot % CLASSES;
+        int32_t head = panel->head[priority][kind], tail = panel->tail[priority][kind];
+        step_walk(walk, slot, slot == kind ? head : tail == head ? -1 : tail);
+    }
 }
 
 static PyObject *walk_next(Walk *walk) {
     Panel *panel = walk->panel;
-    while (walk->front < 0 && !walk->count) {
+    while (walk->front < 0 && !walk->left) {
         while (walk->priority < PRIORITIES && !panel->used[walk->priority]) walk->priority++;
         if (walk->priority == PRIORITIES) return NULL;
-        const int32_t *heads = panel->head[walk->priority];
-        walk->front = heads[FRONT];
-        for (int kind = 0; kind < CLASSES; kind++)
-            walk->count += step_walk(walk, walk->count, heads[kind]);
-        walk->priority++;
+        begin_walk(walk, walk->priority++);
     }
     if (walk->front >= 0 && walk->front < panel->room) {
         int32_t handle = walk->front;
         walk->front = panel->blocks[handle].next;
         return PyLong_FromLong(handle);
     }
-    int best = 0;
-    for (int slot = 1; slot < walk->count; slot++)
-        if (before(walk->ranks[slot], walk->ranks[best])) best = slot;
+    int best = -1;
+    for (int slot = 0; slot < walk->slots; slot++)
+        if (walk->at[slot] >= 0 && (best < 0 || before(walk->ranks[slot], walk->ranks[best])))
+            best = slot;
+    if (best < 0) return NULL;
     int32_t handle = walk->at[best];
-    if (!step_walk(walk, best, panel->blocks[handle].next)) {
-        walk->count--;
-        walk->at[best] = walk->at[walk->count];
-        walk->ranks[best] = walk->ranks[walk->count];
+    const Block *one = &panel->blocks[handle];
+    int32_t next = best < CLASSES ? one->next : one->prev;
+    if (walk->slots > CLASSES) { /* until both ends of the list meet */
+        int32_t other = walk->at[best < CLASSES ? best + CLASSES : best - CLASSES];
+        if (other < 0 || other == next) next = -1;
     }
+    step_walk(walk, best, next);
     return PyLong_FromLong(handle);
 }
 
@@ -1024,6 +1115,7 @@ static PyObject *walk_new(Panel *self) {
     Py_INCREF(self);
     walk->panel = self;
     walk->front = -1;
+    memset(walk->at, 0xFF, sizeof walk->at);
     return (PyObject *)walk;
 }
 
@@ -1074,6 +1166,7 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
     for (int age = 1; age < BINS; age++, edge *= 1.4142135623730951) self->edges[age] = edge;
     self->rate = self->size / SAMPLE > 1 ? self->size / SAMPLE : 1;
     self->shadow_size = self->size / self->rate;
+    self->forget = FORGET * (self->size > SAMPLE ? self->size : SAMPLE);
     self->learn_at = self->size / 2 + 1;
     self->halve_at = 256 * self->size;
     self->choose_at = self->size / 2;
@@ -1083,8 +1176,10 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
     memset(self->shadow_tail, 0xFF, sizeof self->shadow_tail);
     memset(self->head, 0xFF, sizeof self->head);
     memset(self->tail, 0xFF, sizeof self->tail);
-    self->buckets = GHOSTS * self->size / WAYS > 1 ? GHOSTS * self->size / WAYS : 1;
-    self->words = self->size / 4 > 16 ? self->size / 4 : 16;
+    self->memory = self->size * TIMES_MAX < GHOSTS_MIN ? self->size * TIMES_MAX : GHOSTS_MIN;
+    if (self->memory < self->size) self->memory = self->size;
+    self->buckets = GHOSTS * self->memory / WAYS;
+    self->words = self->memory / 4;
     self->seen = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen);
     self->seen_before = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen_before);
     self->ghosts = PyMem_RawCalloc((size_t)(self->buckets * WAYS), sizeof *self->ghosts);

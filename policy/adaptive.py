@@ -16,7 +16,7 @@ from kvladder.policy.panel import Panel
 SIZE_DEFAULT: Final = 1024
 """Assumed number of blocks until ``attached`` tells it."""
 _HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"kva1"
+_MAGIC: Final = b"kva2"
 
 
 class Adaptive(KeyedPolicy):
@@ -60,7 +60,11 @@ class Adaptive(KeyedPolicy):
 
     def requested(self, keys: Sequence[BlockKey], request: int) -> None:
         del request
-        self._panel.requested(keys, self._places(keys))
+        self._panel.requested(keys, self._places(keys), False)
+
+    def requested_in_session(self, keys: Sequence[BlockKey], request: int) -> None:
+        del request
+        self._panel.requested(keys, self._places(keys), True)
 
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         self._panel.inserted(handles, keys, request)

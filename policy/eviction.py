@@ -145,6 +145,14 @@ class KeyedPolicy(EvictionPolicy):
         do not count.
         """
 
+    def requested_in_session(self, keys: Sequence[BlockKey], request: int) -> None:
+        """Note the same for a request of a session that the engine named.
+
+        Its next request begins with most of these keys, so they are asked for together again, or
+        not at all.
+        """
+        self.requested(keys, request)
+
     @abstractmethod
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         """Note that the level holds ``keys`` from now on, at these handles, in this order.

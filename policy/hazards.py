@@ -7,44 +7,58 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from math import sqrt
 from typing import Final
 
-LEVELS: Final = (2, 3, 4, 6, 9, 15)
+LEVELS: Final = (1, 2, 3, 4, 6, 9, 15)
 """Least counts of uses of the levels of frequency."""
 INTERVALS: Final = 4
-"""Intervals between the last two uses: up to a quarter of the size, the size, four times, more."""
-CLASSES: Final = 1 + len(LEVELS) * INTERVALS
-"""Class 0 has blocks that were used once; then by level, the longest interval first."""
-GROUPS: Final = (0, *(group for group in (1, 1, 1, 2, 2, 3) for _ in range(INTERVALS)))
+"""Intervals between the last two uses: up to a quarter of the size, the size, four times, more.
+
+A block that was used once has the interval of its prompt: since the last use of the deepest block
+that was known. So the end of a prompt that continues a chat differs from a new prompt.
+"""
+SESSION: Final = len(LEVELS) * INTERVALS
+"""First class of blocks that a named session asked for; all of a prompt have its interval."""
+CLASSES: Final = SESSION + INTERVALS
+"""Classes by level of frequency, then by interval, the longest first; then those of sessions."""
+GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3, 3) for _ in range(INTERVALS))
 """Levels of KVBM's MultiLRU, by class: used once, and from 2, 6 and 15 times on."""
 COUNT_MAX: Final = 15
 SAMPLE: Final = 2048
 """A shadow has this many keys, or up to twice as many; at smaller sizes all."""
+SURE: Final = 2.0
+"""Standard deviations by which a rule has to be ahead to take over from the learned worth."""
+AHEAD: Final = 64.0
+"""A rule has to be ahead by this part of the keys of a shadow, too."""
 BINS: Final = 18
 """Bins of age: the first ends at a sixteenth of the size, the last begins at 16 times the size."""
 FORGET: Final = 24
-"""Times of the size after which a sampled key is forgotten."""
+"""Times of the size, or of ``SAMPLE`` if that is more, after which a sampled key is forgotten."""
 HALVE: Final = 10
 """Counts are halved each time that ten times the size were used."""
 PSEUDO: Final = 4.0
 """Weight of the average of all classes, in uses, where a class has few of its own."""
-HAZARD, MULTI, RECENT = range(3)
-"""The rules: least learned worth first; least frequent level first; least recently used first."""
-RULES: Final = 3
+HAZARD, MULTI, RECENT, EITHER = range(4)
+"""The rules: least learned worth first, of the oldest block of each class; least frequent level
+first; least recently used first; least learned worth first, of the oldest and the newest block."""
+RULES: Final = 4
 STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + 1}d")
 """What is kept over a restart: tables of both kinds, the comparisons of rules, and the rule."""
 
 Rank = tuple[float, int, int]
 
 
-def class_of(count: int, age: int, size: int) -> int:
-    """Return the class of a block with this many uses, the last two ``age`` uses apart."""
-    if count < LEVELS[0]:
-        return 0
+def interval_of(age: int, size: int) -> int:
+    """Return the number of the interval between two uses, ``age`` uses apart."""
+    return (4 * age < size) + (age < size) + (age < 4 * size)
+
+
+def class_of(count: int, interval: int) -> int:
+    """Return the class of a block with at least one use, and the interval of the last two."""
     level = sum(count >= least for least in LEVELS) - 1
-    shorter = (4 * age < size) + (age < size) + (age < 4 * size)
-    return 1 + level * INTERVALS + shorter
+    return level * INTERVALS + interval
 
 
 class Hazards:
@@ -91,11 +105,11 @@ class Hazards:
         edges = self.edges
         widths = [edges[age + 1] - edges[age] for age in range(BINS - 1)] + [edges[-1] * 0.4]
         self.worth = [self._worth(one, every, widths) for one in range(CLASSES)]
-        # a block that was used more often, or after a shorter time, is worth no less
+        # a block that was used more often, or again after a shorter time, is worth no less
         for level in range(len(LEVELS)):
             for shorter in range(INTERVALS):
-                at = 1 + level * INTERVALS + shorter
-                if shorter:
+                at = level * INTERVALS + shorter
+                if shorter and level:
                     self._raise(at, at - 1)
                 if level:
                     self._raise(at, at - INTERVALS)
@@ -133,7 +147,7 @@ class Hazards:
 
     def rank(self, rule: int, one: int, age: int) -> Rank:
         """Return what orders blocks by a rule: the least goes first."""
-        if rule == HAZARD:
+        if rule in (HAZARD, EITHER):
             return self.score(one, age), -age, one
         return float(GROUPS[one]) if rule == MULTI else 0.0, -age, one
 
@@ -158,6 +172,7 @@ class Learner:
         self.size = size
         self.rate = max(1, size // SAMPLE)
         self.shadow_size = max(1, size // self.rate)
+        self._forget = FORGET * max(size, SAMPLE)
         self.hazards = Hazards(size)
         self.keys: dict[int, Sampled] = {}
         self.shadows = [[OrderedDict[int, None]() for _ in range(CLASSES)] for _ in range(RULES)]
@@ -199,8 +214,8 @@ class Learner:
                 self.ahead[first][second] += ahead
                 self.spread[first][second] += ahead * ahead
 
-    def use(self, tag: int, now: int) -> None:
-        """Count a use of a sampled key, in the shadows, too."""
+    def use(self, tag: int, now: int, kind_of: Callable[[int, int], int]) -> None:
+        """Count a use of a sampled key, in the shadows, too; its class is of its count and age."""
         one = self.keys.get(tag)
         if one is None:
             one = self.keys[tag] = Sampled()
@@ -217,7 +232,7 @@ class Learner:
             hazards.hits[one.kind][hazards.bin(age)] += 1.0
         one.count >>= min(COUNT_MAX, now // period - one.last // period)
         one.count = min(COUNT_MAX, one.count + 1)
-        one.kind, one.last = class_of(one.count, age, self.size), now
+        one.kind, one.last = kind_of(one.count, age), now
         hazards.reached[one.kind][0] += 1.0
         one.inside = (1 << RULES) - 1
         for rule in range(RULES):
@@ -226,28 +241,29 @@ class Learner:
         self._reach(now)
 
     def _evict(self, rule: int, now: int) -> None:
-        best: Rank | None = None
-        for kind, order in enumerate(self.shadows[rule]):
-            if order:
-                tag = next(iter(order))
-                rank = self.hazards.rank(rule, kind, now - self.keys[tag].last)
-                if best is None or rank < best:
-                    best = rank
-        assert best is not None
-        self._leave(next(iter(self.shadows[rule][best[2]])), rule, now)
+        lists = [order for order in self.shadows[rule] if order]
+        victims = [next(iter(order)) for order in lists]
+        if rule == EITHER:
+            victims += [next(reversed(order)) for order in lists]
+
+        def rank(tag: int) -> Rank:
+            one = self.keys[tag]
+            return self.hazards.rank(rule, one.kind, now - one.last)
+
+        self._leave(min(victims, key=rank), rule, now)
 
     def _leave(self, tag: int, rule: int, now: int) -> None:
         """Take a key out of a shadow."""
         one = self.keys[tag]
         del self.shadows[rule][one.kind][tag]
         one.inside &= ~(1 << rule)
-        if not one.inside and now - one.last >= FORGET * self.size:
+        if not one.inside and now - one.last >= self._forget:
             del self.keys[tag]
 
     def _reach(self, now: int) -> None:
         """Note which lives reach the age of a bin now, and forget the oldest."""
         for age in range(1, BINS + 1):
-            edge = self.hazards.edges[age] if age < BINS else float(FORGET * self.size)
+            edge = self.hazards.edges[age] if age < BINS else float(self._forget)
             while self._passed[age] < self._gone + len(self.log):
                 then, tag, kind = self.log[self._passed[age] - self._gone]
                 if now - then < edge:
@@ -293,7 +309,10 @@ class Learner:
         current, best = self.rule, 0.0
         for rule in range(RULES):
             ahead, spread = self.ahead[rule][current], self.spread[rule][current]
-            if spread > 0 and ahead > sqrt(spread) and ahead > best:
+            least = sqrt(spread)
+            if rule != HAZARD:
+                least = SURE * least + self.shadow_size / AHEAD
+            if spread > 0 and ahead > least and ahead > best:
                 best, self.rule = ahead, rule
 
     def state(self) -> bytes:

@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from importlib import import_module
 from itertools import accumulate
@@ -18,12 +19,15 @@ from typing import Any, Final
 from kvladder.policy.hazards import (
     CLASSES,
     COUNT_MAX,
+    EITHER,
     HALVE,
     INTERVALS,
     LEVELS,
+    SESSION,
     Learner,
     Rank,
     class_of,
+    interval_of,
 )
 
 FRONT: Final = CLASSES
@@ -31,12 +35,36 @@ FRONT: Final = CLASSES
 WAYS: Final = 8
 GHOSTS: Final = 7
 """Entries of ghosts for each block of the level."""
-COUNTS: Final = (0, 1, *LEVELS)
+GHOSTS_MIN: Final = 8192
+"""What is known of absent keys has room as for this many blocks, if the level has fewer."""
+TIMES_MAX: Final = 64
+"""But for at most this many times its blocks: all entries grow older again and again."""
+COUNTS: Final = (0, *LEVELS)
 """Counts of uses that a ghost may have; others are rounded down."""
 HALVED: Final = (0, 0, 1, 1, 2, 3, 4, 5)
 """Level in ``COUNTS`` of half the count."""
-AGES: Final = (1, 2, 4, 6)
-"""About how old a ghost is, in sizes; it grows older each time that twice the size was used."""
+EPOCH: Final = 2
+"""Sizes in uses of an epoch; a ghost has the number of epochs that ended since its last use."""
+EPOCHS_MAX: Final = 3
+GENERATION: Final = 5
+"""Sizes in uses of a generation of keys that were used once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What is known of a key that the level does not hold."""
+
+    count: int = 0
+    """Number of uses; 0 if the key is unknown."""
+    age: int = 0
+    """About how many uses ago it was used."""
+    interval: int = 0
+    is_awaited: bool = False
+    """True if the level was asked for the key and it has not come yet."""
+    is_halved: bool = False
+    """True if the count was halved since the last use as often as it has to be."""
+    in_session: bool = False
+    """True if a named session used it last."""
 
 
 class SeenOnce:
@@ -53,6 +81,7 @@ class SeenOnce:
         self.before = array("Q", bytes(8 * self.words))
         self.began = 0
         """Time at which the newer generation began."""
+        self._time = 0
 
     def _at(self, tag: int) -> tuple[int, int]:
         """Return the word of a key, and its bits there."""
@@ -63,21 +92,23 @@ class SeenOnce:
     def age(self, tag: int) -> int:
         """Return about how many uses ago a key was used; 0 if it is unknown."""
         at, bits = self._at(tag)
+        part = self._time - self.began
         if self.now[at] & bits == bits:
-            return 2 * self.size
-        return 6 * self.size if self.before[at] & bits == bits else 0
+            return part // 2 + 1
+        return part + GENERATION * self.size // 2 if self.before[at] & bits == bits else 0
 
     def add(self, tag: int, last: int) -> None:
         """Add a key that was used at time ``last``, if that is not too long ago."""
         at, bits = self._at(tag)
         if last >= self.began:
             self.now[at] |= bits
-        elif last >= self.began - 5 * self.size:
+        elif last >= self.began - GENERATION * self.size:
             self.before[at] |= bits
 
     def tick(self, now: int) -> None:
-        """Begin a new generation when it is time."""
-        if now >= self.began + 5 * self.size:
+        """Note the time, and begin a new generation when it is time."""
+        self._time = now
+        if now >= self.began + GENERATION * self.size:
             self.began = now
             self.before, self.now = self.now, self.before
             self.now[:] = array("Q", bytes(8 * self.words))
@@ -89,27 +120,29 @@ class Ghosts:
     A key may be in one bucket of eight. If that is full, the key of the least uses gives way, the
     one that was used the longest time ago first. An entry has, from the lowest bit: the level of
     its count (3 bits; 0 if empty), the interval (2), whether the level was asked for the key and it
-    has not come yet (1), its age (2), 8 bits of the key. Keys that were used once and are not
+    has not come yet (1), epochs since its last use (2), whether a session used it (1), 7 bits of
+    the key. Keys that were used once and are not
     awaited are in ``seen`` alone.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.buckets = max(1, GHOSTS * size // WAYS)
+        room = max(size, min(GHOSTS_MIN, TIMES_MAX * size))
+        self.buckets = GHOSTS * room // WAYS
         self.entries = array("H", bytes(2 * WAYS * self.buckets))
-        self.seen = SeenOnce(size)
-        self._ages = 0
+        self.seen = SeenOnce(room)
+        self._epoch = self._time = 0
 
     def _at(self, tag: int) -> tuple[int, int]:
         """Return the first entry of a key's bucket, and the bits that are compared."""
         low, high = tag & 0xFFFFFFFF, tag >> 32
-        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0xFF
+        return (low * self.buckets >> 32) * WAYS, (low ^ high) & 0x7F
 
     def _find(self, tag: int) -> int:
         """Return the place of a key, -1 if it is unknown."""
         first, bits = self._at(tag)
         for at in range(first, first + WAYS):
-            if self.entries[at] & 7 and self.entries[at] >> 8 == bits:
+            if self.entries[at] & 7 and self.entries[at] >> 9 == bits:
                 return at
         return -1
 
@@ -118,15 +151,32 @@ class Ghosts:
         at = self._find(tag)
         return COUNTS[self.entries[at] & 7] if at >= 0 else int(self.seen.age(tag) > 0)
 
-    def take(self, tag: int) -> tuple[int, int, int, bool]:
-        """Remove a key; return count, age, interval and whether it is awaited; 0 if unknown."""
+    def age(self, tag: int) -> int:
+        """Return about how many uses ago a key was used; 0 if it is unknown."""
+        at = self._find(tag)
+        return self._age(self.entries[at]) if at >= 0 else self.seen.age(tag)
+
+    def _age(self, entry: int) -> int:
+        """Return the age of an entry; it is at most half an epoch from what is true."""
+        length, epochs = EPOCH * self.size, entry >> 6 & 3
+        part = self._time - self._epoch * length
+        return epochs * length + part - length // 2 if epochs else part // 2
+
+    def take(self, tag: int) -> Remembered:
+        """Remove a key, and return what was known of it."""
         at = self._find(tag)
         if at < 0:
             age = self.seen.age(tag)
-            return int(age > 0), age, 0, False
+            return Remembered(int(age > 0), age)
         entry, self.entries[at] = self.entries[at], 0
-        age = AGES[entry >> 6 & 3] * self.size
-        return COUNTS[entry & 7], age, entry >> 3 & 3, bool(entry >> 5 & 1)
+        return Remembered(
+            count=COUNTS[entry & 7],
+            age=self._age(entry),
+            interval=entry >> 3 & 3,
+            is_awaited=bool(entry >> 5 & 1),
+            is_halved=True,
+            in_session=bool(entry >> 8 & 1),
+        )
 
     def put(self, tag: int, last: int, count: int, kind: int, *, awaited: bool) -> None:
         """Add a key, which is not there, with the time of its last use and its class."""
@@ -143,19 +193,23 @@ class Ghosts:
                 found, least = at, worth
             if not entry & 7:
                 break
-        interval = max(0, kind - 1) % INTERVALS
-        self.entries[found] = bits << 8 | awaited << 5 | interval << 3 | level
+        length, began = EPOCH * self.size, EPOCH * self.size * self._epoch
+        epochs = 1 + (began - 1 - last) // length if last < began else 0
+        low = awaited << 5 | kind % INTERVALS << 3 | level
+        high = bits << 9 | (kind >= SESSION) << 8
+        self.entries[found] = high | min(EPOCHS_MAX, epochs) << 6 | low
 
     def tick(self, now: int) -> None:
         """Begin a new generation, age all entries, and halve counts: each in its time."""
+        self._time = now
         self.seen.tick(now)
-        if now < (self._ages + 1) * 2 * self.size:
+        if now < (self._epoch + 1) * EPOCH * self.size:
             return
-        self._ages += 1
-        halves = self._ages % (HALVE // 2) == 0
+        self._epoch += 1
+        halves = self._epoch % (HALVE // EPOCH) == 0
         for at, entry in enumerate(self.entries):
             level = HALVED[entry & 7] if halves else entry & 7
-            older = min(3, (entry >> 6 & 3) + 1) << 6
+            older = min(EPOCHS_MAX, (entry >> 6 & 3) + 1) << 6
             self.entries[at] = entry & 0xFF38 | older | level if level else 0
 
 
@@ -188,6 +242,8 @@ class PythonPanel:
         self._learner = Learner(size)
         self._ghosts = Ghosts(size)
         self._now = 0
+        self._prompt_age = self._prompt_interval = 0  # of the prompt that is asked for now
+        self._in_session = False
         self._held: dict[int, HeldBlock] = {}
         self._lists: dict[int, list[OrderedDict[int, None]]] = {}
         self._len = 0
@@ -200,23 +256,44 @@ class PythonPanel:
     def reserve(self, handles: int) -> None:
         """Allocate memory for handles below ``handles``."""
 
-    def requested(self, keys: Sequence[bytes], places: Sequence[int | None]) -> None:
+    def requested(
+        self, keys: Sequence[bytes], places: Sequence[int | None], in_session: bool
+    ) -> None:
         """Count a use of each key, the last first; ``places`` has their handles, None if absent.
 
+        ``in_session`` says whether a named session asks.
+
         The keys are those of a prompt, so a block was not used more often than the one before it.
-        That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake.
+        That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake, and, where
+        the next two are known, what they have lost.
         """
         tags = [tag_of(key) for key in keys]
         sampled = [*filter(self._learner.samples, tags)]
         if sampled:
             self._learner.asked(sampled)
-        counts = [*accumulate(map(self._count, tags, places), min)]
-        for tag, handle, most in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
+        found = [*map(self._count, tags, places)]
+        behind = [*map(min, found[1:], found[2:]), 0, 0]
+        counts = [*accumulate(map(max, found, behind), min)]
+        deepest = sum(count > 0 for count in counts) - 1
+        if deepest >= 0:
+            self._prompt_age = self._age(tags[deepest], places[deepest])
+            self._prompt_interval = interval_of(self._prompt_age, self.size)
+        self._in_session = in_session
+        for tag, handle, count in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
             if handle is None:
-                self._await(tag, most)
+                self._await(tag, count)
             else:
                 self._use(self._held[handle], handle)
                 self._held[handle].asked = True
+        self._prompt_interval, self._in_session = 0, False
+
+    def _age(self, tag: int, handle: int | None) -> int:
+        """Return about how many uses ago a known key was used."""
+        if handle is not None:
+            return self._now - self._held[handle].last
+        if self._learner.samples(tag):
+            return self._learner.known(tag, self._now)[2]
+        return self._ghosts.age(tag)
 
     def _count(self, tag: int, handle: int | None) -> int:
         """Return how often a key was used lately, as far as it is known."""
@@ -229,37 +306,50 @@ class PythonPanel:
         period = HALVE * self.size
         return count >> min(COUNT_MAX, self._now // period - (self._now - age) // period)
 
-    def _await(self, tag: int, most: int) -> None:
-        """Count a use of a key that the level does not hold, which was used ``most`` times."""
-        count, age, _, _ = self._ghosts.take(tag) if most else (0, 0, 0, False)
+    def _await(self, tag: int, before: int) -> None:
+        """Count a use of a key that the level does not hold, which was used ``before`` times."""
+        known = self._ghosts.take(tag) if before else Remembered()
         if self._learner.samples(tag):
-            count, _, age = self._learner.known(tag, self._now)
-        count, kind = self._next(count, age)
-        count = min(count, most + 1)
-        if count < LEVELS[0]:
-            kind = 0
+            known = self._sampled(tag)
+        elif known.count < before:
+            age = known.age if known.count else self._prompt_age
+            known = Remembered(before, age, is_halved=True)
+        count, age = self._next(known)
+        count = min(count, before + 1)
+        kind = self._class(count, age)
         self._learn(tag)
         self._ghosts.put(tag, self._now, count, kind, awaited=True)
 
-    def _next(self, count: int, age: int) -> tuple[int, int]:
-        """Return count and class of a key after a use now, ``age`` uses after its last one."""
+    def _sampled(self, tag: int) -> Remembered:
+        """Return what is known of a sampled key; of these it is exact."""
+        count, _, age = self._learner.known(tag, self._now)
+        return Remembered(count, age)
+
+    def _next(self, known: Remembered) -> tuple[int, int]:
+        """Return count and age of a key after a use now."""
         self._now += 1
         period = HALVE * self.size
+        count, age = known.count, known.age
         if count:
             age = min(age + 1, self._now)  # where it is not known exactly
+        if count and not known.is_halved:
             count >>= min(COUNT_MAX, self._now // period - (self._now - age) // period)
-        count = min(COUNT_MAX, count + 1)
-        return count, class_of(count, age, self.size)
+        return min(COUNT_MAX, count + 1), age
+
+    def _class(self, count: int, age: int) -> int:
+        if self._in_session:
+            return SESSION + self._prompt_interval
+        return class_of(count, interval_of(age, self.size) if count > 1 else self._prompt_interval)
 
     def _learn(self, tag: int) -> None:
         self._ghosts.tick(self._now)
         if self._learner.samples(tag):
-            self._learner.use(tag, self._now)
+            self._learner.use(tag, self._now, self._class)
         self._learner.tick(self._now)
 
     def _use(self, one: HeldBlock, handle: int) -> None:
-        one.count, one.kind = self._next(one.count, self._now - one.last)
-        one.last = self._now
+        one.count, age = self._next(Remembered(one.count, self._now - one.last))
+        one.kind, one.last = self._class(one.count, age), self._now
         self._learn(one.tag)
         if one.list >= 0:
             self._unlink(one, handle)
@@ -270,15 +360,19 @@ class PythonPanel:
         for handle, key in zip(handles, keys, strict=True):
             assert handle not in self._held, f"handle {handle} is held"
             one = self._held[handle] = HeldBlock(tag_of(key))
-            count, age, interval, awaited = self._ghosts.take(one.tag)
-            kind = _kind(count, interval)
+            known = self._ghosts.take(one.tag)
+            is_awaited = known.is_awaited
+            one.kind = class_of(known.count, known.interval) if known.count else 0
+            if known.in_session:
+                one.kind = SESSION + known.interval
             if self._learner.samples(one.tag):
-                count, kind, age = self._learner.known(one.tag, self._now)
-            if request and not awaited:
-                one.count, one.kind = self._next(count, age)
+                known, one.kind = self._sampled(one.tag), self._learner.known(one.tag, 0)[1]
+            if request and not is_awaited:
+                one.count, age = self._next(known)
+                one.kind = self._class(one.count, age)
                 self._learn(one.tag)
             else:
-                one.count, one.kind = max(1, count), kind
+                one.count = max(1, known.count)
             one.last = self._now
 
     def dropped(self, handles: Sequence[int], evicted: bool) -> None:
@@ -286,10 +380,11 @@ class PythonPanel:
         for handle in handles:
             one = self._held[handle]
             assert one.list < 0, f"handle {handle} is in the policy"
+            count = self._count(one.tag, handle)
             del self._held[handle]
             if evicted:
                 self._ghosts.take(one.tag)
-                self._ghosts.put(one.tag, one.last, one.count, one.kind, awaited=False)
+                self._ghosts.put(one.tag, one.last, count, one.kind, awaited=False)
             elif self._learner.samples(one.tag):
                 self._learner.leave(one.tag, self._now)
 
@@ -366,22 +461,32 @@ class PythonPanel:
         for priority in sorted(self._lists):
             lists = self._lists[priority]
             yield from lists[FRONT]
-            walks = [iter(order) for order in lists[:CLASSES]]
-            firsts = [next(walk, -1) for walk in walks]
-            heap = [self._ranked(handle) for handle in firsts if handle >= 0]
-            heapify(heap)
-            while heap:
-                (_, _, kind), handle = heap[0]
-                following = next(walks[kind], -1)
-                if following < 0:
-                    heappop(heap)
-                else:
-                    heapreplace(heap, self._ranked(following))
-                yield handle
+            yield from self._merged(lists[:CLASSES])
 
-    def _ranked(self, handle: int) -> tuple[Rank, int]:
+    def _merged(self, lists: list[OrderedDict[int, None]]) -> Iterator[int]:
+        """Yield the blocks of all lists by the rule, each from its start, or from both ends."""
+        ends = 2 if self._learner.rule == EITHER else 1
+        walks = [(iter(order), reversed(order)) for order in lists]
+        left = [*map(len, lists)]
+        heap = [
+            self._ranked(next(walks[kind][end]), end)
+            for kind in range(CLASSES)
+            for end in range(min(ends, left[kind]))
+        ]
+        heapify(heap)
+        while heap:
+            (_, _, kind), end, handle = heap[0]
+            left[kind] -= 1
+            if left[kind] >= ends:
+                heapreplace(heap, self._ranked(next(walks[kind][end]), end))
+            else:  # the last one of the list, or the next one is that of the other end
+                heappop(heap)
+            yield handle
+
+    def _ranked(self, handle: int, end: int) -> tuple[Rank, int, int]:
         one, learner = self._held[handle], self._learner
-        return learner.hazards.rank(learner.rule, one.kind, self._now - one.last), handle
+        rank = learner.hazards.rank(learner.rule, one.kind, self._now - one.last)
+        return rank, end, handle
 
     def state(self) -> bytes:
         """Return what was learned, ``STATE.size`` bytes."""
@@ -395,12 +500,6 @@ class PythonPanel:
 def tag_of(key: bytes) -> int:
     """Return the 40 bits by which a key is known."""
     return int.from_bytes(key[:5], "little")
-
-
-def _kind(count: int, interval: int) -> int:
-    if count < LEVELS[0]:
-        return 0
-    return 1 + (sum(count >= least for least in LEVELS) - 1) * INTERVALS + interval
 
 
 Panel: Any = PythonPanel

@@ -1,21 +1,43 @@
-"""Session hints on a trace: which session each request is of, and when a session ends.
+"""Session hints on a trace: what an agent would say of its sessions, told to a level.
 
-A trace does not name sessions. A request continues the session that used its deepest known block
-last, if at least half of its blocks are known; else it begins a session. A session ends with its
-last request, as an agent would say. Then the blocks that only it has used get priority 0, as by
-``CacheManager.end_session``.
+A trace may not name sessions. Then a request continues the session that used its deepest known
+block last, if at least half of its blocks are known; else it begins a session. Three hints are
+told, in the calls of kvladder:
+
+- ``ends``: a session ends with its last request. Then the blocks that only it has used get priority
+  0, as by ``CacheManager.end_session``.
+- ``calls``: after a request, the agent calls a tool and will be back soon. The request's blocks are
+  retained: they have a higher priority for a minute. Traces do not tell tools from people: a call
+  is assumed where the next request of the session comes within that minute.
+- ``returns``: ten seconds before the session's next request comes after a longer time, for instance
+  as a person begins to type. What is left of its last request is retained again. In a level below
+  another one, a prefetch would also bring what is absent; here that stays absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final
 
 from benchmarks.policies.level import Level
 from benchmarks.policies.peers import Outcome, work
 from benchmarks.policies.traces import Prompt, Trace
 from kvladder.keys import BlockKey
-from kvladder.policy.eviction import PRIORITY_MIN, EvictionPolicy
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MIN, EvictionPolicy
 from kvladder.policy.sessions import Sessions
+
+ENDS: Final = "ends"
+CALLS: Final = "calls"
+RETURNS: Final = "returns"
+EVERY: Final = (ENDS, CALLS, RETURNS)
+RETAINED: Final = 50
+"""Priority of retained blocks."""
+RETAINED_S: Final = 60.0
+"""Time for which blocks are retained; a longer pause is one that waits for a person."""
+LEAD_S: Final = 10.0
+"""Time before its next request at which a session is said to return."""
 
 
 def sessions_of(prompts: Sequence[Prompt]) -> list[int]:
@@ -32,31 +54,92 @@ def sessions_of(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def served_with_hints(
-    policy: EvictionPolicy, trace: Trace, size: int, keys: Sequence[BlockKey]
+    policy: EvictionPolicy,
+    trace: Trace,
+    size: int,
+    keys: Sequence[BlockKey],
+    told: Sequence[str] = (ENDS,),
 ) -> Outcome:
-    """Return what a level serves that is told the end of each session."""
-    level, sessions, seen = Level(policy, size, keys), Sessions(), set[int]()
-    named = sessions_of(trace.prompts)
-    last = {session: number for number, session in enumerate(named)}
-    number_of = {key: block for block, key in enumerate(keys)}
-    hits, saved = 0, 0.0
-    for number, (prompt, session) in enumerate(zip(trace.prompts, named, strict=True)):
-        known = level.request(prompt, whole=False)
-        hits += known
-        saved += work(known)
-        name, asked = str(session), [keys[block] for block in prompt]
-        sessions.brought(name, [keys[block] for block in prompt if block not in seen])
-        seen.update(prompt)
-        sessions.use(name, [asked])
-        if last[session] == number:
-            _give_up(level, [number_of[key] for key in sessions.end(name)])
-    return Outcome(hits, saved)
+    """Return what a level serves that is told these hints; all but ``ends`` need times."""
+    hinted = Hinted(Level(policy, size, keys), trace, told)
+    known = [hinted.request(number) for number in range(len(trace.prompts))]
+    return Outcome(sum(known), sum(map(work, known)))
 
 
-def _give_up(level: Level, blocks: Sequence[int]) -> None:
-    """Lower the priority of these blocks, as an index does."""
-    for block in blocks:
-        handle = level.at.get(block)
-        if handle is not None:
-            level.policy.remove(handle)
-            level.policy.push(handle, PRIORITY_MIN)
+class Hinted:
+    """A level, and what an agent says of each session of a trace."""
+
+    def __init__(self, level: Level, trace: Trace, told: Sequence[str]) -> None:
+        self._level, self._trace, self._told = level, trace, told
+        self._named = trace.sessions or sessions_of(trace.prompts)
+        self._next: list[int | None] = [None] * len(self._named)
+        """Number of the next request of the same session."""
+        later: dict[int, int] = {}
+        for number in reversed(range(len(self._named))):
+            self._next[number] = later.get(self._named[number])
+            later[self._named[number]] = number
+        self._sessions, self._seen = Sessions(), set[int]()
+        self._block = {key: block for block, key in enumerate(level.keys)}
+        self._until_s: dict[int, float] = {}
+        """Time at which the retention of each block expires."""
+        self._events: list[tuple[float, int, int, Callable[[float, int], None]]] = []
+        """Time of each event that is to come, a number that orders them, request and call."""
+        self._told_of = count()
+
+    def request(self, number: int) -> int:
+        """Serve a request, then tell hints; return how many leading blocks were there."""
+        prompt, time_s = self._trace.prompts[number], self._time_s(number)
+        while self._events and self._events[0][0] <= time_s:
+            then_s, _, one, call = heappop(self._events)
+            call(then_s, one)
+        known = self._level.request(prompt, whole=False, in_session=bool(self._told))
+        for block in prompt:  # what was retained before this request is retained no longer
+            self._until_s.pop(block, None)
+        self._rank(prompt, PRIORITY_DEFAULT)
+        self._note(prompt, str(self._named[number]))
+        following = self._next[number]
+        if following is None:
+            if ENDS in self._told:
+                gone = self._sessions.end(str(self._named[number]))
+                self._rank([self._block[key] for key in gone], PRIORITY_MIN)
+        elif self._time_s(following) - time_s > RETAINED_S:
+            if RETURNS in self._told:
+                self._later(self._time_s(following) - LEAD_S, number, self._retain)
+        elif CALLS in self._told:
+            self._retain(time_s, number)
+        return known
+
+    def _time_s(self, number: int) -> float:
+        return self._trace.times_s[number] if self._trace.times_s else 0.0
+
+    def _note(self, prompt: Prompt, name: str) -> None:
+        """Record the blocks of a request of a session, as engines do."""
+        keys = self._level.keys
+        self._sessions.brought(name, [keys[block] for block in prompt if block not in self._seen])
+        self._seen.update(prompt)
+        self._sessions.use(name, [[keys[block] for block in prompt]])
+
+    def _later(self, then_s: float, number: int, call: Callable[[float, int], None]) -> None:
+        heappush(self._events, (then_s, next(self._told_of), number, call))
+
+    def _retain(self, now_s: float, number: int) -> None:
+        prompt, until_s = self._trace.prompts[number], now_s + RETAINED_S
+        self._rank(prompt, RETAINED)
+        self._until_s.update(dict.fromkeys(prompt, until_s))
+        self._later(until_s, number, self._expire)
+
+    def _expire(self, now_s: float, number: int) -> None:
+        prompt = self._trace.prompts[number]
+        expired = [block for block in prompt if self._until_s.get(block, now_s + 1) <= now_s]
+        for block in expired:
+            del self._until_s[block]
+        self._rank(expired, PRIORITY_DEFAULT)
+
+    def _rank(self, blocks: Sequence[int], priority: int) -> None:
+        """Change the priority of those that are held, the tail first, as an index does."""
+        for block in reversed(blocks):
+            handle = self._level.at.get(block)
+            if handle is not None and self._level.priority.get(block) != priority:
+                self._level.policy.remove(handle)
+                self._level.policy.push(handle, priority)
+                self._level.priority[block] = priority

@@ -27,6 +27,8 @@ class Level:
         self.keys = keys
         self.at: dict[int, int] = {}
         """Handle of each block that is there."""
+        self.priority: dict[int, int] = {}
+        """Priority of each block that is there."""
         self.block = [-1] * size
         self.free = [*range(size)][::-1]
         self.number = 0
@@ -35,11 +37,12 @@ class Level:
             self.keyed.attached(size, lambda some: [self.at.get(number[key]) for key in some])
         policy.reserve(size)
 
-    def request(self, prompt: Prompt, *, whole: bool) -> int:
-        """Serve a prompt; return how many leading blocks were there."""
+    def request(self, prompt: Prompt, *, whole: bool, in_session: bool = False) -> int:
+        """Serve a prompt, maybe of a named session; return how many leading blocks were there."""
         self.number += 1
         if self.keyed is not None:
-            self.keyed.requested([self.keys[block] for block in prompt], self.number)
+            told = self.keyed.requested_in_session if in_session else self.keyed.requested
+            told([self.keys[block] for block in prompt], self.number)
         known = next((at for at, b in enumerate(prompt) if b not in self.at), len(prompt))
         if whole:
             self._serve(prompt, known)
@@ -69,6 +72,7 @@ class Level:
             self.policy.remove_all(gone)
             for handle in gone:
                 del self.at[self.block[handle]]
+                del self.priority[self.block[handle]]
             if self.keyed is not None and gone:
                 self.keyed.dropped(gone, evicted=True)
             self.free += gone[::-1]
@@ -81,6 +85,7 @@ class Level:
     def _save(self, handles: Sequence[int], blocks: Sequence[int]) -> None:
         for block, handle in zip(blocks, handles, strict=True):
             self.at[block], self.block[handle] = handle, block
+            self.priority[block] = PRIORITY_DEFAULT
         if self.keyed is not None and blocks:
             self.keyed.inserted(handles, [self.keys[block] for block in blocks], self.number)
         self.policy.push_all(handles, PRIORITY_DEFAULT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import log
 from pathlib import Path
@@ -27,6 +27,10 @@ class Trace(NamedTuple):
     name: str
     prompts: list[Prompt]
     is_agent: bool
+    times_s: Sequence[float] = ()
+    """Time of each request; empty if the trace has none."""
+    sessions: Sequence[int] = ()
+    """Session of each request; empty if the trace does not say it."""
 
     @property
     def blocks(self) -> int:
@@ -44,20 +48,29 @@ def traces(folder: Path = FOLDER) -> Iterator[Trace]:
     for path in sorted(folder.glob("*.jsonl*")) if folder.is_dir() else ():
         yield read(path)
     for number, (name, make) in enumerate(GENERATORS.items(), 101):
-        yield Trace(name, renumbered(make(Random(number))), name.startswith("agent"))
+        if name == "agents":
+            yield agent_trace(Random(number))
+        else:
+            yield Trace(name, renumbered(make(Random(number))), is_agent=False)
 
 
 def read(path: Path) -> Trace:
     """Return the trace in a file; lines that are no request are an error that names the line."""
     prompts: list[Prompt] = []
+    times_s: list[float] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
-                prompts.append([int(one) for one in json.loads(line)["hash_ids"]])
+                request = json.loads(line)
+                prompts.append([int(one) for one in request["hash_ids"]])
+                if "timestamp" in request:
+                    times_s.append(float(request["timestamp"]) / 1000)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: no request: {error!r}") from error
     name = path.name.partition(".")[0]
-    return Trace(name, renumbered(prompts), name.startswith("agent"))
+    if len(times_s) != len(prompts):
+        times_s = []
+    return Trace(name, renumbered(prompts), name.startswith("agent"), times_s)
 
 
 def renumbered(prompts: list[Prompt]) -> list[Prompt]:
@@ -76,26 +89,34 @@ class _Blocks:
         return [next(self._next) for _ in range(blocks)]
 
 
-Timed = list[tuple[float, Prompt]]
-
-
-def _sorted(requests: Timed) -> list[Prompt]:
-    return [prompt for _, prompt in sorted(requests, key=lambda request: request[0])]
+Timed = list[tuple[float, int, Prompt]]
+"""Time in seconds, session and blocks of requests."""
 
 
 def agents(random: Random, hours: float = 0.7, rate: float = 300) -> list[Prompt]:
-    """Coding agents: tool loops that send a growing context again, waits of people, forks."""
-    blocks, requests = _Blocks(), Timed()
+    """Return the prompts of ``agent_requests``."""
+    return [prompt for _, _, prompt in agent_requests(random, hours, rate)]
+
+
+def agent_trace(random: Random) -> Trace:
+    """Return the trace of agents with the times and the sessions of its requests."""
+    times_s, sessions, prompts = zip(*agent_requests(random), strict=True)
+    return Trace("agents", renumbered([*prompts]), True, times_s, sessions)
+
+
+def agent_requests(random: Random, hours: float = 0.7, rate: float = 300) -> Timed:
+    """Return requests of coding agents: tool loops over a growing context, pauses, forks."""
+    blocks, requests, numbers = _Blocks(), Timed(), count()
     systems = [blocks.new(random.randint(15, 35)) for _ in range(5)]
 
     def session(then_s: float, context: Prompt, depth: int) -> None:
-        context = [*context]
+        context, number = [*context], next(numbers)
         turns = 1 if random.random() < 0.5 else 2 + int(random.expovariate(0.3))
         for _ in range(turns):
             for _ in range(1 + int(random.expovariate(1 / 8))):
                 context += blocks.new(int(random.lognormvariate(log(1.2), 0.9)))
                 tail = blocks.new(random.randint(0, 1))  # the last block is seldom full
-                requests.append((then_s, [*context, *tail]))
+                requests.append((then_s, number, [*context, *tail]))
                 if not depth and random.random() < 0.03:
                     session(then_s + 2, systems[-1], 1)
                 then_s += 2 + random.lognormvariate(log(4.0), 1.3)
@@ -109,7 +130,8 @@ def agents(random: Random, hours: float = 0.7, rate: float = 300) -> list[Prompt
     while (then_s := then_s + random.expovariate(rate / 3600)) < hours * 3600:
         system = random.choices(systems[:-1], [5, 3, 2, 1])[0]
         session(then_s, system + blocks.new(random.randint(2, 20)), 0)
-    return _sorted([request for request in requests if request[0] < hours * 3600])
+    kept = [request for request in requests if request[0] < hours * 3600]
+    return sorted(kept, key=lambda request: request[0])
 
 
 def chats(random: Random, users: int = 1500, requests: int = 14_000) -> list[Prompt]:

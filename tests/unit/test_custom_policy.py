@@ -23,6 +23,7 @@ from kvladder.policy.eviction import (
 )
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.panel import PythonPanel
+from kvladder.policy.sessions import LATER
 from kvladder.testing import FakeTier
 from kvladder.testing.policies import PolicyTests
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -68,6 +69,7 @@ class Recorder(PrioritizedLRU, KeyedPolicy):
         """The number of the request, and the key, of each block."""
         self.left: list[tuple[BlockKey, bool]] = []
         self.asked: list[tuple[int, list[BlockKey]]] = []
+        self.in_session: list[list[BlockKey]] = []
         self.lacking: list[tuple[str, list[BlockKey]]] = []
         self.blocks = 0
 
@@ -78,6 +80,10 @@ class Recorder(PrioritizedLRU, KeyedPolicy):
         for key, handle in zip(keys, self.places(keys), strict=True):
             assert handle is None or self.held[handle] == key
         self.asked.append((request, [*keys]))
+
+    def requested_in_session(self, keys: Sequence[BlockKey], request: int) -> None:
+        self.in_session.append([*keys])
+        super().requested_in_session(keys, request)
 
     def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
         assert {*self.held.values()}.isdisjoint(keys)
@@ -125,6 +131,18 @@ async def test_a_policy_learns_which_save_brought_a_block(count: int) -> None:
     assert first != second
     assert 0 not in first | second
     assert left == []
+    await cache.aclose()
+
+
+async def test_a_policy_learns_which_requests_are_of_a_named_session() -> None:
+    order = Recorder()
+    cache = await SimCache.open(slots=8, policy=order)
+    chat, other, later = cache.keys(1, 2, 3), cache.keys(7, 8), cache.keys(9)
+    cache.save(chat)
+    for keys, session in ((chat, "chat-17"), (other, None), (later, LATER), (chat[:2], "chat-17")):
+        cache.manager.fetch(keys, session=session).release()
+    assert order.in_session == [[*chat], [*chat[:2]]]
+    assert [keys for _, keys in order.asked] == [[*chat], [*other], [*later], [*chat[:2]]]
     await cache.aclose()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.policies.hints import served_with_hints, sessions_of
-from benchmarks.policies.level import keys_of, served
-from benchmarks.policies.traces import Trace
+from benchmarks.policies.hints import ENDS, EVERY, Hinted, served_with_hints, sessions_of
+from benchmarks.policies.level import Level, keys_of, served
+from benchmarks.policies.traces import Trace, renumbered
 from kvladder.policy.adaptive import Adaptive
 from kvladder.policy.eviction import PrioritizedLRU
 
@@ -26,3 +26,27 @@ def test_the_end_of_a_session_gives_its_blocks_up_first() -> None:
     for make in (PrioritizedLRU, Adaptive):
         assert served(PrioritizedLRU(), trace, 9, keys, whole=False).hits == 0
         assert served_with_hints(make(), trace, 9, keys).hits == 4
+
+
+def test_a_tool_call_keeps_a_session_for_a_minute_and_a_return_keeps_the_rest() -> None:
+    """Other chats, twice as many blocks as the level has, come while an agent is away."""
+    agent = [0, 1, 2, 3]
+    for away_s, told, hits in ((40, EVERY, 4), (40, (ENDS,), 0), (100, EVERY, 0), (20, EVERY, 4)):
+        numbers, prompts, times_s = [0], [agent], [0.0]
+        for number, first in enumerate(range(10, 26, 4), 1):
+            prompts.append([*range(first, first + 4)])
+            times_s.append(float(number))
+            numbers.append(number)
+        prompts.append(agent)
+        times_s.append(float(away_s))
+        numbers.append(0)
+        trace = Trace("agents", renumbered(prompts), True, times_s, numbers)
+        # the other sessions never end, so only the retention says which blocks to keep
+        trace = trace._replace(
+            prompts=[*trace.prompts, *trace.prompts[1:5]],
+            times_s=[*times_s, *(500.0 + at for at in range(4))],
+            sessions=[*numbers, 1, 2, 3, 4],
+        )
+        hinted = Hinted(Level(PrioritizedLRU(), 9, keys_of(trace)), trace, told)
+        known = [hinted.request(number) for number in range(6)]
+        assert known[5] == hits

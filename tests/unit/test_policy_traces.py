@@ -57,7 +57,7 @@ def test_the_adaptive_policy_serves_no_more_than_there_is(whole: bool) -> None:
 def test_traces_are_those_of_a_folder_and_generated_ones(tmp_path: Path) -> None:
     (tmp_path / "agent_x.jsonl").write_text('{"hash_ids": [7, 9]}\n{"hash_ids": [7, 8]}\n')
     one = next(traces(tmp_path))
-    assert one == Trace("agent_x", [[0, 1], [0, 2]], True)
+    assert one == Trace("agent_x", [[0, 1], [0, 2]], True, [])
     assert (one.blocks, one.unique) == (4, 3)
     assert len(GENERATORS) == 6
     first = GENERATORS["scans"](Random(3))

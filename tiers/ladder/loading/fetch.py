@@ -90,6 +90,7 @@ class Fetch:
         salt: bytes = b"",
         saves: AvoidedCompute | None = None,
         is_use: bool = True,
+        in_session: bool = False,
     ) -> None:
         self._unreleased = unreleased = shared.unreleased
         if unreleased.lost:
@@ -102,6 +103,8 @@ class Fetch:
         self.is_use = is_use
         """True if a request uses its blocks, so that eviction policies are told; False for a
         prefetch."""
+        self.in_session = in_session
+        """True if the request is of a session that the engine named."""
         self.patience: Patience | None = None
         """Limit of the wait that is worth it; None waits up to the deadline."""
         self._stack = stack

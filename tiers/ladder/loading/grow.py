@@ -130,7 +130,7 @@ class FetchGrower:
             self._asked[last] = fetch
             number = fetch.number(self._shared.requests)
             for index in self._told:
-                index.requested(fetch.keys, number)
+                index.requested(fetch.keys, number, in_session=fetch.in_session)
             return True
 
     async def _follow(self, fetch: Fetch) -> None:

@@ -37,9 +37,11 @@ class AdmissionGate:
         self._hotter = hotter
         self._again = again
 
-    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
+    def requested(
+        self, keys: Sequence[BlockKey], request: int, *, in_session: bool = False
+    ) -> None:
         """Count a request; blocks that were refused may be worth a write now."""
-        del request
+        del request, in_session
         self.admission.requested(keys, self._above)
         self._again(keys)
 

@@ -215,6 +215,10 @@ class GuardedPolicy(KeyedPolicy):
         if self.keyed is not None:
             self._run(self.keyed.requested, keys, request)
 
+    def requested_in_session(self, keys: Sequence[BlockKey], request: int) -> None:
+        if self.keyed is not None:
+            self._run(self.keyed.requested_in_session, keys, request)
+
     def inserted(self, handles: Sequence[int], keys: Sequence[BlockKey], request: int) -> None:
         if self.keyed is not None:
             self._run(self.keyed.inserted, handles, keys, request)
@@ -257,10 +261,13 @@ class PolicyTeller(ABC):
         """True if the policy is told of requests and refusals."""
         return self._keyed is not None
 
-    def requested(self, keys: Sequence[BlockKey], request: int) -> None:
-        """Tell the policy that a request asks for a prompt of these keys."""
+    def requested(
+        self, keys: Sequence[BlockKey], request: int, *, in_session: bool = False
+    ) -> None:
+        """Tell the policy that a request, maybe of a named session, asks for a prompt."""
         if self._keyed is not None:
-            self._keyed.requested(keys, request)
+            tell = self._keyed.requested_in_session if in_session else self._keyed.requested
+            tell(keys, request)
 
     def refused(self, keys: Sequence[BlockKey], reason: RefusalReason) -> None:
         """Tell the policy of blocks that were offered to the level, which does not hold them."""
