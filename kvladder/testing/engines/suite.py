@@ -221,7 +221,9 @@ class Driver:
             right = self.engine.read(block) == self.data(tokens, index, salt)
             assert right, f"wrong bytes in block {index} of the prompt"
         changed = [
-            block for block, old in zip(others, before, strict=True) if self.engine.read(block) != old
+            block
+            for block, old in zip(others, before, strict=True)
+            if self.engine.read(block) != old
         ]
         assert not changed, f"other blocks changed: {changed}"
 
