@@ -70,7 +70,9 @@ def test_spans_arrive_at_the_collector_that_the_environment_names(
         assert used(cache, "a", "b") == 2
         collector.wait(*EACH)
     (fetch,), (read,) = collector.named("kvladder.fetch"), collector.named("kvladder.read")
-    assert descendants(collector.spans, f"{PARENT:016x}") == [fetch, read]
+    below = descendants(collector.spans, f"{PARENT:016x}")
+    waits = collector.named("kvladder.queue")  # of a busy machine
+    assert [span for span in below if span not in waits] == [fetch, read]
     assert fetch.trace == read.trace == f"{TRACE:032x}"
     assert fetch.start_ns <= read.start_ns <= read.end_ns <= fetch.end_ns
     assert abs(fetch.start_ns / 1e9 - time.time()) < 3600
@@ -90,7 +92,7 @@ def test_the_last_spans_are_sent_when_the_cache_closes(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with kvladder.open_cache(source(tmp_path), layout=LAYOUT) as cache:
         used(cache, "a")
-    assert {span.name for span in collector.spans} == {*EACH}
+    assert {span.name for span in collector.spans} - {"kvladder.queue"} == {*EACH}
     assert {span.resource["service.name"] for span in collector.spans} == {"mine"}
 
 
