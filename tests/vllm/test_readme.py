@@ -119,6 +119,8 @@ def require_that_a_session_ends(server: Server) -> None:
 def collector() -> Iterator[Collector]:
     with Collector() as collector:
         yield collector
+
+
 def require_prefetched(server: Server, expected: list[int]) -> None:
     """Check that a hint brings a prompt up before its request, which is then served from host."""
     blocks = HITS // BLOCK
