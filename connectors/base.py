@@ -163,6 +163,7 @@ class Connector(ABC):
         group: int = 0,
         session: str | None = None,
         trace: TraceHeaders | None = None,
+        parent: BlockKey | None = None,
     ) -> StartedSave:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
@@ -189,6 +190,7 @@ class Connector(ABC):
             group=group,
             session=session,
             trace=trace,
+            parent=parent,
         )
         whole = len(save.indices) == len(blocks)
         chosen = blocks if whole else [blocks[n] for n in save.indices]

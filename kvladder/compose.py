@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,10 @@ from kvladder.control.hints import Allowance, HintAnswers
 from kvladder.control.ports import BoundPort
 from kvladder.control.server import ControlServer
 from kvladder.control.sockets import BoundSocket, socket_path
-from kvladder.errors import ConfigError
+from kvladder.errors import ClosedError, ConfigError, Unavailable, refusal
+from kvladder.forgetting.ledger import PurgeLedger
+from kvladder.forgetting.purger import Purger
+from kvladder.forgetting.receipt import Signer
 from kvladder.hints.executor import apply_posted
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
@@ -41,11 +44,15 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings, told_apart
 from kvladder.tiers.context import Clock
 from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.base_level import AccessListener, EventBuffer, Shared
+from kvladder.tiers.ladder.records.lineage import Lineage
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 from kvladder.tiers.spans import Tracer
 from kvladder.traces.files import TraceFiles
 from kvladder.traces.recorder import Recorder
 from kvladder.traces.recording import RecordingManager, require_place
+
+CLOSE_S = 5.0
+"""Time limit for closing what runs on the cache's loop."""
 
 if TYPE_CHECKING:
     from kvladder.export.process import Export
@@ -136,7 +143,18 @@ def open_manager(
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
-        _admit(config, layout, manager, stack, runtime, instance, pools=pools, serves=serves)
+        purger = _purger(config, manager, stack, runtime, instance)
+        _admit(
+            config,
+            layout,
+            manager,
+            stack,
+            runtime,
+            instance,
+            pools=pools,
+            serves=serves,
+            purger=purger,
+        )
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
@@ -158,6 +176,7 @@ def _admit(
     *,
     pools: bool,
     serves: bool,
+    purger: Purger | None,
 ) -> None:
     """Begin what uses the cache beside the engine: the shadow, its HTTP server, the export."""
     shadow = stack.shared.listener
@@ -167,7 +186,7 @@ def _admit(
     if (tracer := stack.shared.tracer) is not None:
         manager.admit(tracer)
     if config.control.path is not None or config.http.listen is not None:
-        answers = _serve_http(config, manager, stack, runtime, instance)
+        answers = _serve_http(config, manager, stack, runtime, instance, purger)
 
         def changed(now: StackConfig) -> None:
             manager.description = _description(now, layout, stack, manager.namespace)
@@ -211,8 +230,63 @@ def _listed(config: StackConfig) -> list[dict[str, str]]:
     return [{"name": one.name, "type": one.type} for one in config.tiers]
 
 
-def _serve_http(
+def _purger(
     config: StackConfig, manager: CacheManager, stack: TierStack, runtime: Runtime, instance: int
+) -> Purger | None:
+    """Return what keeps receipts of purges, after what earlier processes owe was begun again.
+
+    None if none are configured.
+    """
+    from kvladder import __version__ as version
+
+    if config.forget.path is None:
+        return None
+    try:
+        ledger = PurgeLedger(config.forget.of(instance), Signer(config.forget.secret))
+    except Unavailable as error:
+        raise refusal(error, required=False) from error
+    blocks = manager.arena.slots + sum(level.capacity_blocks for level in stack.levels)
+    try:
+        stack.lineage = Lineage(2 * blocks, ledger.path / "lineage")
+    except OSError as error:
+        ledger.close()
+        what = f"{ledger.path}: {error.strerror}"
+        hint = "expected a directory that this user may write to"
+        raise ConfigError(what, path="forget.path", hint=hint) from error
+    purger = Purger(
+        manager,
+        stack,
+        ledger,
+        runtime.threads("purges"),
+        types={tier.name: tier.type for tier in config.tiers},
+        deployment=config.forget.name,
+        version=version,
+    )
+    manager.admit(ClosedOn(runtime, purger.aclose))
+    runtime.call(purger.resume())
+    return purger
+
+
+class ClosedOn:
+    """Closes what runs on a cache's loop, before the loop ends."""
+
+    def __init__(self, runtime: Runtime, aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._runtime = runtime
+        self._aclose = aclose
+
+    def close(self) -> None:
+        """See ``Closing``."""
+        with suppress(TimeoutError, ClosedError):
+            self._runtime.call(self._aclose(), timeout_s=CLOSE_S)
+
+
+def _serve_http(
+    config: StackConfig,
+    manager: CacheManager,
+    stack: TierStack,
+    runtime: Runtime,
+    instance: int,
+    purger: Purger | None,
 ) -> CacheAnswers:
     """Begin to answer at the control socket and at the port, as far as they are configured."""
     from kvladder import __version__ as version
@@ -228,6 +302,7 @@ def _serve_http(
     clock = SystemClock()
     hints = HintAnswers(partial(apply_posted, manager), Allowance(clock.now, clock.cpu))
     answers = CacheAnswers(manager, runtime, notices.recent, exposed, facts, clock.now, hints)
+    answers.purger = purger
     server = ControlServer(answers, notices.say, answers.bytes_max)
     answers.listens = lambda: server.names
     manager.admit(server)

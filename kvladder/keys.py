@@ -32,6 +32,8 @@ Namespace = NewType("Namespace", bytes)
 """A 32-byte digest of everything that must agree before two engines may share a block."""
 
 KEY_BYTES = 32
+START = BlockKey(b"\1" + bytes(KEY_BYTES - 1))
+"""Stands for the parent of a prefix's first block."""
 ALGORITHM = "sha256-chain-v1"
 FORMAT_VERSION = 1
 

@@ -120,6 +120,8 @@ class CacheManager:
         self._described: list[Callable[[], Sequence[str]]] = []
         self.sessions = Sessions()
         """The sessions' blocks, as far as engines name sessions."""
+        self.name_blocks: Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]] | None = None
+        """Names the whole blocks of tokens under a salt, by group, if the engine set it."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -306,6 +308,7 @@ class CacheManager:
         group: int = 0,
         session: str | None = None,
         trace: TraceHeaders | None = None,
+        parent: BlockKey | None = None,
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -320,29 +323,29 @@ class CacheManager:
         parent_floor:
             ``Save.floor`` of the blocks before them; 100 at the start of a prefix.
         priorities, durations_s:
-            One per key; priorities in 0..100, durations in seconds, None for no end. Without
-            priorities, new blocks get the default and blocks that are here keep theirs.
-        levels:
-            Names of the levels that may store these blocks, now or later; None for all.
-        ttl_s:
-            Time after which every level forgets them, in seconds; None for never.
+            One per key: 0..100; seconds, None for no end. By default a block keeps what it has.
+        levels, ttl_s:
+            Names of the levels that may store these blocks, now or later, None for all; seconds
+            after which every level forgets them, None for never.
         salt:
             The salt that is bound into the keys; ``purge`` finds blocks by it.
         patient:
-            True if the caller tries again for blocks without room. They do not count as dropped.
+            True if the caller tries again for blocks without room: they do not count as dropped.
         group:
             Number of their group of layers in the layout.
         session:
             The session that they are saved for. Its end gives up the blocks that it brought in.
         trace:
             Headers of the request's trace; see ``fetch``.
+        parent:
+            The block before the first, ``START`` for none, None if unknown; for purges by prefix.
 
         Raises
         ------
         ValueError
-            A priority, a duration, or the number of them is wrong; nothing changed.
+            A priority, a duration, or the number of them is wrong.
         KeyError
-            No level has one of these names.
+            No level has one of these names. In each case nothing changed.
         """
         now, floor = self._clock.now(), checked_priority(parent_floor)
         if priorities is not None or durations_s is not None:
@@ -350,7 +353,7 @@ class CacheManager:
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = self.terms(levels, expires_s, salt, group)
         metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)
-        floor, total = metas[-1].floor if metas else floor, len(keys)
+        floor, total, whole = metas[-1].floor if metas else floor, len(keys), keys
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
         explicit = priorities is not None
@@ -359,6 +362,7 @@ class CacheManager:
         self.sessions.saved(session, keys, kept)
         if only is not None:
             indices, end = [only[at] for at in indices], [*only, total][end]
+        self._stack.note(whole, indices, parent, links=only is not None)
         span = None if self.tracer is None or not kept else self.tracer.save(trace, len(kept))
         return Save(self._stack, kept, indices, slots, floor, end, span)
 

@@ -129,6 +129,23 @@ class Sessions:
         self.last(name)
         return [key for key in self._sessions[name].keys if self._owners.get(key) == name]
 
+    def blocks(self, name: str) -> tuple[list[BlockKey], str]:
+        """Return all blocks of a session's requests, and the salt of the last one.
+
+        That includes blocks that other requests use, too. Raises ValueError if the session is not
+        known: it had no request, has ended, or was forgotten.
+        """
+        session = self._sessions.get(name)
+        if session is None:
+            raise ValueError(f"session {name!r} is not known: it has ended, or had no request yet")
+        return list(session.keys), session.last[1] if session.last else ""
+
+    def purge(self, name: str) -> tuple[list[BlockKey], str]:
+        """Return ``blocks`` and forget them: the session begins anew with its next use."""
+        found = self.blocks(name)
+        self._forget(name, self._sessions.pop(name))
+        return found
+
     def end(self, name: str) -> list[BlockKey]:
         """End the session, and return the blocks that it ``owned``.
 

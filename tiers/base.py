@@ -8,6 +8,7 @@ from math import inf
 from typing import ClassVar
 
 from kvladder.errors import TierError
+from kvladder.keys import BlockKey
 from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write
 
@@ -28,6 +29,8 @@ class Medium:
     """True if ``recover`` always keeps its promises: the level need not check each block."""
     erases: bool = False
     """True if forgotten blocks stay on the medium until ``erase`` overwrites them."""
+    surveys: bool = False
+    """True if ``survey`` tells what lies on the medium."""
     probe_max: int = 0
     """Largest batch of ``contains``; 0 means ``batch_max``."""
     probe_timeout_s: float | None = None
@@ -64,6 +67,16 @@ class Medium:
         next step begins, or None at the end.
         """
         raise TierError("this tier does not implement erase", temporary=False)
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the blocks of this namespace, or of one salt, that lie on the medium now.
+
+        It is a fresh look, not at what the tier remembers, for the check of a purge. It changes
+        nothing. Blocks that were forgotten and are not overwritten yet are among them, and so are
+        blocks with an unreadable salt. Called only if ``surveys`` is True.
+        """
+        raise TierError("this tier does not implement survey", temporary=False)
+        yield []  # pragma: no cover - makes this an async generator
 
     async def remember(self, name: str, state: bytes) -> None:
         """Keep up to a megabyte under a name of letters, in place of what it had; all or nothing.

@@ -22,7 +22,7 @@ from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
 from kvladder.hints import HintExecutor
 from kvladder.hints.requests import RequestHints
 from kvladder.hints.requests import begin as begin_hints
-from kvladder.keys import BlockKey, KeyScheme, namespace
+from kvladder.keys import START, BlockKey, KeyScheme, namespace
 from kvladder.layout import Layout
 from kvladder.metrics import Missed
 
@@ -445,7 +445,7 @@ class Prefixes:
         if getattr(cache, "began", 0) != self._weights.changes:
             return 0
         keys = self._scheme.chain(tokens[:certain], parent=self._scheme.root(salt=salt))
-        save = self.manager.save(keys, salt=salt)
+        save = self.manager.save(keys, salt=salt, parent=START)
         done = False
         try:
             if save.indices:

@@ -13,7 +13,7 @@ from kvladder.connectors.trtllm.cache import Cache
 from kvladder.connectors.trtllm.options import check_engine, read
 from kvladder.connectors.trtllm.step import TrtllmStep, halves_of
 from kvladder.gpu.copy.copier import JobId
-from kvladder.keys import BlockKey
+from kvladder.keys import START, BlockKey
 from kvladder.manager import Fetch
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -255,7 +255,8 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         if full <= begin:
             return
         state.saved = full
-        keys = self._named(state, full)[begin:]
+        named = self._named(state, full)
+        keys = named[begin:]
         blocks = state.blocks[begin:full]
         new = [begin + at not in state.promised for at in range(len(blocks))]
         only = [at for at, block in enumerate(blocks) if block != NO_PAGE and new[at]]
@@ -266,6 +267,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             priorities=_said(state.priorities, begin, full),
             parent_floor=state.floor,
             salt=state.salt,
+            parent=named[begin - 1] if begin else START,
         )
         state.floor = started.floor
         if started.job is not None:

@@ -11,7 +11,7 @@ from kvladder.connectors.base import Connector
 from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.gpu.copy.copier import JobId
-from kvladder.keys import BlockKey
+from kvladder.keys import START, BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 
 
@@ -189,6 +189,7 @@ class Saver:
             group=group.index,
             session=policy.session,
             trace=state.trace,
+            parent=next(iter(state.keys(group, first - 1, first)), None) if first else START,
         )
         if started.job is not None and state.number:
             self._owners[started.job] = state.number

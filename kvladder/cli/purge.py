@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvladder.arena import Arena
+import msgspec
+
 from kvladder.cli.output import Result
+from kvladder.cli.receipts import AtRest, TierAtRest
+from kvladder.cli.receipts import verify as verified
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.sockets import NobodyThere, ask, sockets
 from kvladder.errors import ConfigError, TierError, refusal
+from kvladder.forgetting.scope import PurgeScope
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
-from kvladder.layout import PAGE_BYTES, Layout
-from kvladder.runtime import Runtime, SystemClock
-from kvladder.schema import is_text, within
-from kvladder.tiers.context import TierContext
+from kvladder.schema import is_list, is_text, within
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import purge_files
-from kvladder.units import counted
+from kvladder.tiers.ladder.client import PURGE_TIMEOUT_S
+from kvladder.units import Duration, counted
 
 BAR: Final = 30
 SALT_BYTES_MAX: Final = 8192
 WAIT_S: Final = 600.0
+PREFIX_BYTES_MAX: Final = 12 << 20
 MARGIN_S: Final = 30.0
 """Added to the requested wait to get the timeout of an answer."""
 
@@ -62,21 +65,48 @@ def read_salt(name: str) -> str:
     return salt
 
 
+class LevelWork(NamedTuple):
+    """The purge of a level at rest."""
+
+    level: LevelConfig
+    purge: Callable[[], tuple[list[str], int, int]]
+    """Purges it; returns lines, and the numbers of removed and of overwritten blocks."""
+
+
+class Asked(NamedTuple):
+    """What the arguments ask to purge."""
+
+    space: Namespace | None
+    salt: str | None
+    scope: Mapping[str, Any]
+    """Fields of a ``PurgeScope``."""
+
+    @property
+    def at_rest(self) -> bool:
+        """True if the blocks can be told without a running cache."""
+        return not {*self.scope} - {"salt", "all"}
+
+
 def purge(
     config: Path,
     *,
     namespace: str | None = None,
     salt: str | None = None,
     salt_file: str | None = None,
+    session: str | None = None,
+    prefix: str | None = None,
+    older_than: str | None = None,
     all_: bool = False,
     wait_s: float = WAIT_S,
+    receipt: Path | None = None,
+    verify: Path | None = None,
 ) -> Result:
     """Remove blocks from every tier and overwrite their bytes in files.
 
-    Choose the blocks of a cache salt, those of a namespace, or all. Running caches that answer at
-    the configuration's control socket purge what they have open. Other directories that it names,
-    and its servers if no cache runs, are purged directly. Exits with 2 if the purge is not
-    complete. Progress is shown on stderr.
+    Choose the blocks of a cache salt, a session, a prefix, an age, a namespace, or all. Running
+    caches that answer at the configuration's control socket purge what they have open. Other
+    directories that it names, and its servers if no cache runs, are purged directly. Exits with 2
+    if the purge is not complete. Progress is shown on stderr.
 
     Parameters
     ----------
@@ -90,42 +120,171 @@ def purge(
         in the list of processes
     salt_file:
         read the cache salt, the only line, from this file; - for standard input
+    session:
+        purge the blocks of this session's requests, also those that other requests use
+    prefix:
+        purge a prefix and all that descends from it; this file, - for standard input, has a JSON
+        list of its tokens, or of its blocks' keys in hexadecimal
+    older_than:
+        purge what was saved longer ago, such as '30 d' or '12 h'
     all_:
         purge all blocks, regardless of owner
     wait_s:
         wait at most N seconds for a running cache (default %(default)g)
+    receipt:
+        write the signed receipt to this file; the section forget of the file enables receipts
+    verify:
+        check this receipt, and that no level has what it says is gone; purge nothing
 
     Raises
     ------
     Unfinished
         A running cache was not done in time.
+    NotClean
+        A receipt is not valid, or a level has blocks of it.
     ConfigError
         An argument is wrong, or a cache, a server or a disk failed to purge.
     """
+    found = load_config(config)
+    named = {"session": session, "prefix": prefix, "older_than": older_than}
+    if verify is not None:
+        text = verified(found, verify)
+        return Result(text, {"checks": text.splitlines()})
+    if salt_file is not None and salt is None:
+        salt = read_salt(salt_file)
+        salt_file = None
+    asked = _asked(namespace, salt, salt_file, all_, named)
+    return _purged(found, asked, wait_s, receipt)
+
+
+def _asked(
+    namespace: str | None,
+    salt: str | None,
+    salt_file: str | None,
+    all_: bool,
+    named: Mapping[str, str | None],
+) -> Asked:
+    """Return what the arguments ask, checked."""
     space = None if namespace is None else _space(namespace)
     if salt == "":
         raise ConfigError("empty", path="--salt", hint="use --all to purge all blocks")
-    if salt is None and salt_file is None and space is None and not all_:
-        what = "choose what to purge: --salt, --salt-file, --namespace or --all"
-        raise ConfigError(what, path="purge")
-    if (salt is not None) + (salt_file is not None) + all_ > 1:
-        hint = "use one of them"
-        raise ConfigError("more than one is given", path="--salt, --salt-file, --all", hint=hint)
-    if salt_file is not None:
-        salt = read_salt(salt_file)
     if salt is not None and not is_text(salt):
         raise ConfigError("not UTF-8 text", path="--salt", hint="no request can have this salt")
+    chosen = {name: text for name, text in named.items() if text is not None}
+    flags = [f"--{name.replace('_', '-')}" for name in chosen]
+    if salt is None and salt_file is None and space is None and not all_ and not chosen:
+        what = "choose what to purge: --salt, --salt-file, --session, --prefix, --older-than,"
+        raise ConfigError(f"{what} --namespace or --all", path="purge")
+    flags += ["--all"] if all_ else []
+    both = (salt is not None) + (salt_file is not None)
+    if len(flags) > 1 or both > 1 or (both and flags and flags != ["--prefix"]):
+        every = ", ".join([*(["--salt, --salt-file"] if both else []), *(flags or ["--all"])])
+        raise ConfigError("more than one is given", path=every, hint="use one of them")
+    scope: dict[str, Any] = {} if salt is None else {"salt": salt}
+    if "session" in chosen:
+        scope["session"] = chosen["session"]
+    elif "prefix" in chosen:
+        scope |= read_prefix(chosen["prefix"])
+    elif "older_than" in chosen:
+        try:
+            scope["older_than_s"] = float(Duration.parse(chosen["older_than"]))
+        except ValueError as error:
+            hint = f"expected {Duration.EXPECTED}"
+            raise ConfigError(chosen["older_than"], path="--older-than", hint=hint) from error
+    elif salt is None:
+        scope["all"] = True
+    return Asked(space, salt, scope)
+
+
+def read_prefix(name: str) -> dict[str, Any]:
+    """Return the tokens or the keys of a prefix from a file; ``-`` is standard input.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or is no list of tokens or of keys.
+    """
+    where = "standard input" if name == "-" else name
+    hint = "expected a JSON list of token ids, or of keys of 64 hexadecimal digits"
+    try:
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            found: object = msgspec.json.decode(file.read(PREFIX_BYTES_MAX))
+    except OSError as error:
+        what = f"{where} cannot be read: {error.strerror}"
+        raise ConfigError(what, path="--prefix", hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: {error}", path="--prefix", hint=hint) from error
+    field = "keys" if is_list(found) and found and isinstance(found[0], str) else "tokens"
+    try:
+        msgspec.convert({field: found}, PurgeScope)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}", path="--prefix", hint=hint) from error
+    return {field: found}
+
+
+def _purged(config: StackConfig, asked: Asked, wait_s: float, receipt: Path | None) -> Result:
+    """Purge, and return lines about what was done."""
     if not 0 <= wait_s <= 86400:
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
+    keeps = config.forget.path is not None
+    if receipt is not None and not keeps:
+        hint = "set forget.path and a key, and restart the engine"
+        raise ConfigError("no receipts are configured", path="--receipt", hint=hint)
     # Running caches go first: only they can purge what they have open.
-    found = load_config(config)
-    lines, processes = _running(found, space, salt, wait_s)
-    for purging in _at_rest(found, space, salt, processes):
-        try:
-            lines += purging()
-        except ConfigError as error:
-            raise _after(lines, error) from error
-    return Result("\n".join(lines), {"done": lines})
+    receipts: list[Any] = []
+    try:
+        lines, processes = _running(config, asked, wait_s, receipts)
+        if not processes and not asked.at_rest:
+            hint = "start the engine: only a running cache can tell which blocks these are"
+            raise ConfigError("no running cache answers", path="purge", hint=hint)
+        work = _at_rest(config, asked.space, asked.salt, processes) if asked.at_rest else []
+        kept = None
+        if keeps and not processes and asked.space is not None:
+            digest = b"" if asked.salt is None else salt_digest(asked.space, asked.salt)
+            kept = AtRest(config, asked.space, digest, [one.level for one in work])
+        lines += _done(work, kept, lines)
+        if kept is not None:
+            receipts.append(msgspec.to_builtins(kept.receipt))
+            lines.append(f"receipt {kept.path}")
+    finally:
+        if receipt is not None and receipts:
+            _write_receipt(receipt, receipts)
+    return Result("\n".join(lines), {"done": lines, "receipts": receipts})
+
+
+def _done(work: Sequence[LevelWork], kept: AtRest | None, before: Sequence[str]) -> list[str]:
+    """Purge levels at rest, one after the other; note in the receipt which are done."""
+    lines: list[str] = []
+    failed: list[ConfigError] = []
+    try:
+        for one in work:
+            try:
+                said, blocks, erased = one.purge()
+            except ConfigError as error:
+                if kept is None:
+                    raise _after([*before, *lines], error) from error
+                kept.failed(one.level.name, str(error))
+                failed.append(error)
+                continue
+            lines += said
+            if kept is not None:
+                kept.done(one.level.name, blocks, erased)
+    finally:
+        if kept is not None:
+            kept.close()
+    if failed and kept is not None:
+        owed = f"the next engine of this deployment pays what is owed: receipt {kept.path}"
+        raise _after([*before, *lines, owed], *failed)
+    return lines
+
+
+def _write_receipt(path: Path, receipts: Sequence[Any]) -> None:
+    data = msgspec.json.encode(receipts[0] if len(receipts) == 1 else receipts)
+    try:
+        path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+    except OSError as error:
+        hint = "expected a file that can be written; receipts are in forget.path, too"
+        raise ConfigError(f"{path}: {error.strerror}", path="--receipt", hint=hint) from error
 
 
 def _space(namespace: str) -> Namespace:
@@ -138,18 +297,16 @@ def _space(namespace: str) -> Namespace:
 
 
 def _running(
-    config: StackConfig, space: Namespace | None, salt: str | None, wait_s: float
+    config: StackConfig, asked: Asked, wait_s: float, receipts: list[Any]
 ) -> tuple[list[str], set[str]]:
     """Ask every running cache to purge; a cache that fails does not stop the others.
 
     Return lines about what they did, and the ids of their processes and isolated tiers'. Both are
-    empty if no cache runs.
+    empty if no cache runs. Append the receipts.
     """
-    request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
-    if salt is not None:
-        request["salt"] = salt
-    if space is not None:
-        request["namespace"] = space.hex()
+    request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, **asked.scope}
+    if asked.space is not None:
+        request["namespace"] = asked.space.hex()
     lines: list[str] = []
     processes: set[str] = set()
     failed: list[ConfigError] = []
@@ -167,6 +324,11 @@ def _running(
             lines.append(f"{path.name}: {name}: {counted(removed, 'block')} removed{also}")
         processes.update(map(str, done["processes"]))
         left += done["left"]
+        if (kept := done.get("receipt")) is not None:
+            receipts.append(kept)
+            owing = [level["name"] for level in kept["levels"] if level["state"] == "owed"]
+            state = f"owed by {', '.join(owing)}" if owing else "complete"
+            lines.append(f"{path.name}: receipt {kept['id']}: {state}")
     if left:
         lines.append(f"{counted(left, 'removal or purge', 'removals or purges')} still in progress")
     if failed:
@@ -186,21 +348,22 @@ def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> Config
 
 def _at_rest(
     config: StackConfig, space: Namespace | None, salt: str | None, processes: set[str]
-) -> list[Callable[[], list[str]]]:
-    """Return one call per level to purge; raise ConfigError before any if a level cannot be purged.
+) -> list[LevelWork]:
+    """Return the work for each level; raise ConfigError before any if a level cannot be purged.
 
     If ``processes`` of caches run, they have purged servers and the directories that they hold.
     """
-    work: list[Callable[[], list[str]]] = []
+    work: list[LevelWork] = []
     for level in config.levels:
         if isinstance(level.options, FilesOptions):
-            work.append(partial(_purge_files, level.name, level.options, space, salt, processes))
+            files = partial(_purge_files, level.name, level.options, space, salt, processes)
+            work.append(LevelWork(level, files))
         elif level.make.shared and not processes:
             if space is None:
                 hint = f"level {level.name} needs it: the 64 digits that an engine prints at start"
                 raise ConfigError("missing", path="--namespace", hint=hint)
             digest = None if salt is None else salt_digest(space, salt)
-            work.append(partial(_purge_shared, level, space, digest))
+            work.append(LevelWork(level, partial(_purge_shared, level, space, digest)))
     if not work and not processes:
         hint = "no running cache was found, so there is nothing to purge"
         raise ConfigError("no tier keeps blocks after its engine ends", path="tiers", hint=hint)
@@ -213,38 +376,35 @@ def _purge_files(
     space: Namespace | None,
     salt: str | None,
     processes: Collection[str],
-) -> list[str]:
+) -> tuple[list[str], int, int]:
     path, bar = Path(options.path), _bar(name, "places")
     try:
         done = purge_files(Disk(), path, space=space, salt=salt, progress=bar, others=processes)
     except ConfigError as error:
         raise ConfigError(error.message, path=name, hint=error.hint) from error
     if not done and not processes:
-        return [f"{name}: nothing is stored there"]
-    return [
+        return [f"{name}: nothing is stored there"], 0, 0
+    lines = [
         f"{name}: {counted(one.removed, 'block')} removed, {one.erased} overwritten,"
         f" in namespace {one.namespace}"
         for one in done
     ]
+    return lines, sum(one.removed for one in done), sum(one.erased for one in done)
 
 
-def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> list[str]:
-    layout = Layout(block_tokens=1, block_bytes=PAGE_BYTES)  # keys do not depend on it
-    runtime, arena, tier = Runtime(), Arena.create(1, layout.slot_bytes), level.make_tier()
-    run = runtime.threads(level.name)
-    context = TierContext(arena, layout, space, 1, SystemClock(), run, required=True)
-    try:
-        runtime.call(tier.open(context))
-        removed = runtime.call(tier.purge(salt, _bar(level.name, "keys")))
-    except TierError as error:
-        raise within(level.name, refusal(error, required=False)) from error
-    except ConfigError as error:
-        raise within(level.name, error) from error
-    finally:
-        runtime.call(tier.aclose())
-        runtime.close()
-        arena.close()
-    return [f"{level.name}: {counted(removed, 'value')} removed"]
+def _purge_shared(
+    level: LevelConfig, space: Namespace, salt: bytes | None
+) -> tuple[list[str], int, int]:
+    with closing(TierAtRest(level, space)) as opened:
+        purging = opened.tier.purge(salt, _bar(level.name, "keys"))
+        try:
+            removed = opened.runtime.call(purging, timeout_s=PURGE_TIMEOUT_S)
+        except TierError as error:
+            raise within(level.name, refusal(error, required=False)) from error
+        except TimeoutError as error:
+            what = f"no answer within {PURGE_TIMEOUT_S:g} s"
+            raise ConfigError(what, path=level.name, hint="repeat the purge") from error
+    return [f"{level.name}: {counted(removed, 'value')} removed"], removed, 0
 
 
 def _bar(name: str, what: str) -> Callable[[int, int], None]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import msgspec
 
 from kvladder.config import registry
+from kvladder.config.forget import ForgetConfig
 from kvladder.config.http import HttpConfig, port_of
 from kvladder.config.otel import OtelConfig
 from kvladder.config.shadow import ShadowConfig
@@ -296,6 +297,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
     http: HttpConfig = HttpConfig()
+    forget: ForgetConfig = ForgetConfig()
     export: ExportConfig = ExportConfig()
     record: RecordConfig = RecordConfig()
     shadow: ShadowConfig = ShadowConfig()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -22,10 +22,15 @@ from kvladder.control.http import (
 )
 from kvladder.control.page import page
 from kvladder.control.upkeep import BLOCKS, UpkeepAnswers
+from kvladder.errors import Unavailable
+from kvladder.forgetting.purger import Purger, WrongScope
+from kvladder.forgetting.receipt import Receipt
+from kvladder.forgetting.scope import PurgeScope
 from kvladder.manager import CacheManager
 from kvladder.metrics import SECTIONS, Stats
 from kvladder.runtime import Runtime
 
+T = TypeVar("T")
 POLL_S: Final = 0.02
 LIVE_S: Final = 5.0
 """Time in which the cache's loop has to answer to count as alive."""
@@ -33,19 +38,25 @@ EVERY_S: Final = 1.0
 """Seconds between two events of the page's stream; all clients share one snapshot."""
 
 
-class PurgeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PurgeRequest(PurgeScope, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Asks to remove blocks everywhere; answered when that is done, or after ``wait_s``."""
 
-    salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    """Cache salt of the requests that saved the blocks; either this or ``all``."""
-    all: bool = False
-    """True for every block of the namespace."""
     namespace: str | None = None
     """The expected namespace; the request is refused if the cache has another one."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
 
 
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Asks to check a receipt, and to look whether its blocks are there again."""
+
+    receipt: Receipt
+
+
 _PURGE: Final = msgspec.json.Decoder(PurgeRequest)
+_CHECK: Final = msgspec.json.Decoder(CheckRequest)
+PURGE_BYTES_MAX: Final = 12 << 20
+"""Largest size of a request to purge: a million tokens of a prefix."""
+NO_LEDGER: Final = "no receipts are configured: set forget.path, and restart the engine"
 
 
 class CacheAnswers:
@@ -86,6 +97,8 @@ class CacheAnswers:
         self._facts = dict(facts)
         self.listens: Callable[[], list[str]] = list[str]
         """Returns the sockets and ports at which these answers are given."""
+        self.purger: Purger | None = None
+        """Purges with receipts; None if none are configured."""
         self._now = now
         self._began_s = now()
         self._latest = -EVERY_S, b""
@@ -100,6 +113,7 @@ class CacheAnswers:
             "/purge": {"POST": self._purge},
             **UpkeepAnswers(manager, cache_loop).paths,
             HINTS: {"POST": hints},
+            "/receipt": {"POST": self._receipt},
         }
 
     def offer(self, path: str, method: str, answer: Answer) -> None:
@@ -125,6 +139,8 @@ class CacheAnswers:
 
     def bytes_max(self, head: HttpRequest) -> int:
         """Return the largest size of a request's body."""
+        if head.path in {"/purge", "/receipt"}:
+            return PURGE_BYTES_MAX
         return HINTS_BYTES_MAX if head.path == HINTS else REQUEST_BYTES_MAX
 
     # ---- health
@@ -212,22 +228,47 @@ class CacheAnswers:
         own = self._manager.namespace.hex()
         if wanted.namespace not in {None, own}:
             return refusal(409, f"expected namespace {own}, that of the running cache")
-        if wanted.all == (wanted.salt is not None):
-            return refusal(400, "expected either a salt or all: true")
-        return as_json(await self._purged(wanted, request.gone))
+        if self.purger is None and wanted.kind not in {"salt", "all"}:
+            return refusal(400, f"a purge by {wanted.kind} needs receipts: set forget.path")
+        try:
+            return as_json(await self._purged(wanted, request.gone))
+        except WrongScope as error:
+            return refusal(404, str(error))
+        except Unavailable as error:
+            return refusal(503, str(error))
+
+    async def _receipt(self, request: HttpRequest) -> HttpResponse:
+        """Answer with the check of a receipt."""
+        try:
+            wanted = _CHECK.decode(request.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return refusal(400, f"not a request: {error}")
+        if self.purger is None:
+            return refusal(400, NO_LEDGER)
+        found = await self._on_cache_loop(self.purger.check(wanted.receipt))
+        return as_json(msgspec.to_builtins(found))
+
+    async def _on_cache_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the cache's loop; it continues if this task is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._cache_loop.begin(work)))
 
     async def _purged(self, wanted: PurgeRequest, gone: Callable[[], bool]) -> dict[str, Any]:
         """Remove in steps, then wait until all tiers are done, the client is gone or time is up."""
-        manager = self._manager
+        manager, receipt = self._manager, None
         before = manager.stats()
-        if wanted.salt is None:
+        if self.purger is not None:
+            fields = PurgeScope.__struct_fields__
+            scope = PurgeScope(**{name: getattr(wanted, name) for name in fields})
+            purging = self.purger.purge(scope, wait_s=wanted.wait_s, gone=gone)
+            receipt = await self._on_cache_loop(purging)
+        elif wanted.salt is None:
             for _ in manager.ladder.clear(erase=True):
                 await asyncio.sleep(0)
         else:
             for _ in manager.purge(wanted.salt):
                 await asyncio.sleep(0)
         with suppress(TimeoutError):
-            async with asyncio.timeout(wanted.wait_s):
+            async with asyncio.timeout(0 if receipt else wanted.wait_s):
                 while manager.removals and not gone():  # noqa: ASYNC110 - tiers send no event
                     await asyncio.sleep(POLL_S)
         now = manager.stats()
@@ -239,5 +280,6 @@ class CacheAnswers:
                 what: {name: now[name][what] - before[name][what] for name in names}
                 for what in ("removed", "purged")
             },
-            "left": manager.removals,
+            "left": manager.removals if receipt is None else len(receipt.owed),
+            **({} if receipt is None else {"receipt": msgspec.to_builtins(receipt)}),
         }

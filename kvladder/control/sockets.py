@@ -28,7 +28,7 @@ REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
 PEER_S: Final = 0.2
 """Time limit for finding out which process listens at a socket."""
-POSTED: Final = frozenset({"purge", "change", "drain", "warm", "hottest"})
+POSTED: Final = frozenset({"purge", "receipt", "change", "drain", "warm", "hottest"})
 """Commands that are sent as ``POST``, with their arguments."""
 _USER_HINT: Final = "ask as the user that runs the engine, or as root"
 _OTHER_HINT: Final = "end that process, or give each engine its own socket, e.g. with ${NAME}"

@@ -128,11 +128,6 @@ class HintExecutor:
     """
 
     def __init__(self, manager: CacheManager) -> None:
-        self.name_blocks: NameBlocks | None = None
-        """Names the blocks of tokens as the engine does; set by its connector.
-
-        None if the engine's names are not known outside it: then hints name sessions or keys.
-        """
         self._manager = manager
         self._commands = manager.commands
         self._lock = Lock()
@@ -148,6 +143,18 @@ class HintExecutor:
         """True while the loop looks at what is in flight."""
         self._is_closed = False
         manager.report("hints", self.counts)
+
+    @property
+    def name_blocks(self) -> NameBlocks | None:
+        """Names the blocks of tokens as the engine does; set by its connector, for purges, too.
+
+        None if the engine's names are not known outside it: then hints name sessions or keys.
+        """
+        return self._manager.name_blocks
+
+    @name_blocks.setter
+    def name_blocks(self, names: NameBlocks | None) -> None:
+        self._manager.name_blocks = names
 
     @classmethod
     def of(cls, manager: CacheManager) -> HintExecutor:

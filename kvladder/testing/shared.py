@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from kvladder.errors import TierFull
 from kvladder.keys import BlockKey
@@ -20,6 +20,7 @@ class SharedFakeTier(FakeTier):
     """
 
     shared = True
+    surveys = True
 
     removable: Callable[[BlockKey], bool] = frozenset[BlockKey]().__contains__
     """Returns whether a user removed or purged a block; the test sets it."""
@@ -65,6 +66,11 @@ class SharedFakeTier(FakeTier):
         """Remove blocks as another engine, or the server itself, would."""
         for key in keys:
             self.records.pop(key, None)
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        async with self._call("purge", ()):
+            found = [r.key for r in self.records.values() if salt in {None, r.facts.salt}]
+        yield found
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         async with self._call("purge", ()):

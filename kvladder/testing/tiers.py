@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from kvladder.errors import ConfigError, TierError
+from kvladder.keys import BlockKey
 from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import LabelTests, MakeTier, Opener, SampleBlocks
 from kvladder.tiers.base import Tier
@@ -267,6 +268,30 @@ class TierTests(LabelTests):
         assert await tier.purge(None, progress) == 1
         assert all(0 <= done <= total for done, total in told)
         assert await blocks.get(tier, others) == [False]
+
+    async def test_a_survey_tells_what_lies_on_the_medium(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
+        if not tier.surveys:
+            pytest.skip("the tier does not survey its medium")
+
+        async def found(salt: bytes | None) -> list[BlockKey]:
+            return sorted([key async for batch in tier.survey(salt) for key in batch])
+
+        assert await found(None) == []
+        salted = [block.of(salt=b"8 bytes!") for block in blocks.some(0, 1)]
+        await blocks.store(tier, salted)
+        others = await blocks.put(tier, 2)
+        both = [block.key for block in salted]
+        assert await found(b"8 bytes!") == sorted(both)
+        assert await found(b"") == [others[0].key]
+        assert await found(b"no such!") == []
+        assert await found(None) == sorted([*both, others[0].key])
+        await blocks.remove(tier, salted[:1])
+        if tier.erases:  # a forgotten block counts until it is overwritten
+            assert await found(b"8 bytes!") == sorted(both)
+            await tier.erase(b"8 bytes!", 0)
+        assert await found(b"8 bytes!") == both[1:]
 
     # ---- cancellation
 

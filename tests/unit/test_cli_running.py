@@ -193,7 +193,7 @@ def test_an_engine_without_a_control_socket_prevents_a_purge(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "purge: choose what to purge: --salt, --salt-file, --namespace or --all"),
+        ([], "purge: choose what to purge: --salt, --salt-file, --session, --prefix, --older-than"),
         (["--salt", ""], "--salt: empty"),
         (["--salt", "a", "--all"], "more than one is given"),
         (["--salt", "a", "--salt-file", "-"], "more than one is given"),

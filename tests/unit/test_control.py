@@ -185,7 +185,7 @@ def test_invalid_requests_are_refused_and_change_nothing(cache, path, data, stat
     ("data", "status"),
     [
         (b"GET /" + b"x" * (10 * REQUEST_BYTES_MAX), 431),
-        (post(b"x" * (10 * REQUEST_BYTES_MAX)), 413),
+        (post(b"x" * (10 * REQUEST_BYTES_MAX)).replace(b"/purge", b"/status"), 413),
     ],
     ids=["head", "body"],
 )

@@ -50,6 +50,7 @@ NAMED = {
         "kvladder/traces/files.py",  # reaches the disk through the same port
         "kvladder/cli/purge.py",  # overwrites the bytes on disk while no cache runs
         "kvladder/cli/running/verify.py",  # reads the blocks on disk while no cache runs
+        "kvladder/cli/receipts.py",  # looks at the bytes on disk while no cache runs
         "connectors/vllm/connector.py",  # vLLM's name for its medium
         "connectors/vllm/identity/fingerprint.py",  # the files of a model
         "kvladder/shadow/start.py",  # the price of a disk

@@ -79,6 +79,7 @@ class Engine:
         recompute: bool = False,
         adapter: tuple[int, str] | None = None,
         report: bool = False,
+        session: str | None = None,
     ) -> dict[str, Any]:
         """All prompts at once; ``adapter`` is the number and path of a LoRA adapter.
 
@@ -92,8 +93,9 @@ class Engine:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
         sampling.skip_reading_prefix_cache = recompute
-        if report:
-            sampling.extra_args = {"kv_transfer_params": {"kvladder": {"report": True}}}
+        if report or session is not None:
+            wishes = {"report": True} if session is None else {"session": session}
+            sampling.extra_args = {"kv_transfer_params": {"kvladder": wishes}}
         given = [
             {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
             for prompt in prompts

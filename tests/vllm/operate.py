@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
+from kvladder.control.sockets import ask
 from tests.patience import PATIENCE_S
 from tests.vllm.harness import stored_payloads
 
@@ -67,6 +70,18 @@ def purged(
     thread.join()
     results["after"] = len(stored_payloads(Path(files)))
     return results
+
+
+def forgotten(engine: Any, *, control: str, token: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Purge over the HTTP port, as a service does; return the answer."""
+    del engine
+    listens = ask(Path(control), {"command": "status"})["listens"]
+    url = next(one for one in listens if "://" in one).rstrip("/")
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = Request(f"{url}/purge", json.dumps(scope).encode(), headers)
+    with urlopen(request, timeout=PATIENCE_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
 
 
 def fill_disk(engine: Any) -> None:

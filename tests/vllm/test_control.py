@@ -14,6 +14,7 @@ from tests.vllm.harness import BLOCK, HITS, PROMPTS
 ALL = len(PROMPTS) * HITS
 BLOCKS = ALL // BLOCK
 CALL = "tests.vllm.operate:"
+TOKEN = "0123456789abcdef0123"  # of this test alone
 
 
 def each(salt: str, **more: Any) -> list[Any]:
@@ -29,6 +30,8 @@ def write_other(folder: Path, files: Path, socket: Path) -> Path:
     ]
     path = folder / "other.yaml"
     whole = {"arena": {"size": "64 MiB"}, "tiers": tiers, "control": str(socket)}
+    whole |= {"forget": {"path": str(folder / "purges"), "key": TOKEN}}
+    whole |= {"http": {"listen": "127.0.0.1:0", "token": TOKEN}}
     path.write_text(yaml.safe_dump(whole))
     return path
 
@@ -46,10 +49,52 @@ def check_changed(answers: list[Any], blue: Any, before: Any) -> None:
     assert now["files"]["capacity"] > before["files"]["capacity"]
 
 
+def telling(*arguments: str) -> list[Any]:
+    return ["call", {"function": f"{CALL}told", "arguments": arguments}]
+
+
+def forgetting(config: Path, socket: Path, receipt: Path) -> list[list[Any]]:
+    """Return steps that purge a session over HTTP, then all by age, and check the receipt."""
+    over_http = {"control": str(socket), "token": TOKEN, "scope": {"session": "agent"}}
+    return [
+        each("green", session="agent"),
+        ["reset"],
+        ["call", {"function": f"{CALL}forgotten", **over_http}],
+        each("green", tokens=1),
+        ["reset"],
+        each("blue"),
+        telling("purge", str(config), "--older-than", "1 ms", "--receipt", str(receipt)),
+        ["reset"],
+        each("blue", tokens=1),
+        telling("purge", str(config), "--verify", str(receipt)),
+    ]
+
+
+def require_forgotten(results: list[Any], blue: dict[str, Any]) -> None:
+    green, _, forgotten, gone, _, still, by_age, _, none, verified = results
+    assert green["external"] == 0
+    done = forgotten["receipt"]
+    assert (done["complete"], done["scope"]) == (True, {"kind": "session", "session": "agent"})
+    assert done["keys"] >= BLOCKS
+    assert [level["blocks"] >= BLOCKS for level in done["levels"]] == [True, True]
+    assert gone["external"] == 0, "nothing of the session is found"
+    assert (still["external"], still["tokens"]) == (ALL, blue["tokens"])
+    assert (by_age["code"], none["external"]) == (0, 0), by_age
+    assert (verified["code"], verified["err"]) == (0, "")
+    assert "files: clean" in verified["out"]
+
+
 def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_path: Path) -> None:
     config, files = tmp_path / "stack.yaml", tmp_path / "kv"
     socket = tmp_path / "kv.sock"
-    stack = {"host": "64 MiB", "files": str(files), "capacity": "128 MiB", "control": str(socket)}
+    stack: dict[str, Any] = {
+        "host": "64 MiB",
+        "files": str(files),
+        "capacity": "128 MiB",
+        "control": str(socket),
+    }
+    stack |= {"forget": {"path": str(tmp_path / "purges"), "key": TOKEN}}
+    stack |= {"http": {"listen": "127.0.0.1:0", "token": TOKEN}}
     config.write_text(yaml.safe_dump(stack))
     other = write_other(tmp_path, files, socket)
     both = {"config": str(config), "salt": "red", "files": str(files)}
@@ -71,8 +116,8 @@ def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_
         each("blue"),
         ["reset"],
         each("red"),
-        ["call", {"function": f"{CALL}told", "arguments": ["stats", str(config), "--json"]}],
-        ["call", {"function": f"{CALL}told", "arguments": ["describe", str(socket)]}],
+        telling("stats", str(config), "--json"),
+        telling("describe", str(socket)),
         ["stats"],
         ["call", {"function": f"{CALL}told", "arguments": ["change", str(other)]}],
         ["reset"],
@@ -81,6 +126,7 @@ def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_
         ["reset"],
         each("green"),
         ["stats"],
+        *forgetting(config, socket, tmp_path / "receipt.json"),
         ["shutdown"],
     )
     red, blue, _, warm, _, _, purge, _, cold, _, kept, _, again, told, described, stats, *more = (
@@ -105,3 +151,4 @@ def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_
     assert "level 1: files (files)" in described["out"]
     check_changed(more, blue, stats)
     assert not socket.exists(), "it is gone with the engine"
+    require_forgotten(more[:-1], blue)

@@ -93,6 +93,23 @@ class Eraser:
             found.append(Remnant(place, start))
         return found
 
+    def survey(self, places: Iterable[int], salt: bytes | None) -> list[BlockKey]:
+        """Return the blocks with a header at these places, of one salt or, for None, of all.
+
+        An undamaged header is enough: a forgotten block counts until it is overwritten.
+        """
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        found: list[BlockKey] = []
+        for place in places:
+            try:
+                self._read(place, 0, page)
+            except FileNotFoundError:  # this segment was never allocated
+                continue
+            block = self._told(page)
+            if block is not None and salt in {None, block.facts.salt}:
+                found.append(block.key)
+        return found
+
     def _told(self, page: memoryview) -> LabelFields | None:
         """Return the label in a header; None if it is damaged or of another namespace."""
         block = told(page[:LABEL_BYTES])
@@ -222,6 +239,31 @@ def purge_files(
                 return [_purge(disk, directory, salt, progress) for directory in taken]
     except Unavailable as error:
         raise refusal(error, required=False) from error
+
+
+def survey_files(disk: Disk, path: Path, *, space: Namespace, salt: bytes | None) -> list[BlockKey]:
+    """Return the blocks of a namespace, or of one salt in it, that lie below a path; blocking.
+
+    ``salt`` is a digest. Changes nothing. Raises ConfigError as ``purge_files`` does.
+    """
+    found: list[BlockKey] = []
+    try:
+        with explained(path):
+            try:
+                require_safe(disk, path, directory=True)
+            except FileNotFoundError:  # no block was ever stored there
+                return []
+            with at_rest(disk, path, space, ()) as taken:
+                for directory in taken:
+                    meta = read_meta(disk, directory.home)
+                    assert isinstance(meta, DirectoryMeta), "META was valid a moment ago"
+                    store = FileStore(disk, directory, meta)
+                    with closing(store.segments):
+                        eraser = Eraser(disk, store.segments, directory.space)
+                        found += eraser.survey(range(store.segments.end), salt)
+    except Unavailable as error:
+        raise refusal(error, required=False) from error
+    return found
 
 
 def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Progress) -> Purged:

@@ -75,6 +75,7 @@ class FilesTier(Tier):
     resizes = True
     recovers_checked = True
     erases = True
+    surveys = True
     overhead_bytes = HEADER_BYTES
 
     def __init__(
@@ -338,6 +339,14 @@ class FilesTier(Tier):
             end = left[len(now)].place
         self._sure[start:end] = b"\1" * (end - start)
         return len(whole), None if end >= last else end
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        store, start = self._opened(), 0
+        while start < store.segments.end:
+            places = range(start, min(start + ERASE_PLACES, store.segments.end))
+            (found,) = await self._must([partial(self._eraser.survey, places, salt)])
+            yield found
+            start = places.stop
 
     def _holds(self, block: Ref | Read) -> bool:
         return self._tags[block.place] == tag_of(block.key)

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvladder.children.interface import Interface
+from kvladder.keys import BlockKey
 from kvladder.tiers.label import Coding, Facts, ReadResult, RecoveredBlock, Ref
 
 UNHEARD: Final = b"\xff" * 8
@@ -89,6 +90,10 @@ class TierCalls(Protocol):
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """Call ``Tier.erase``."""
+        ...
+
+    async def survey(self, salt: bytes | None, anew: bool) -> list[BlockKey] | None:
+        """Return the next batch of ``Tier.survey``, the first if ``anew``, None after the last."""
         ...
 
     async def spare(self, salts: list[bytes]) -> dict[bytes, float]:

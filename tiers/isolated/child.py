@@ -12,6 +12,7 @@ from typing import cast
 from kvladder.arena import Arena, ArenaHandle, Slot
 from kvladder.children.pipe import Pipe
 from kvladder.children.spawn import run
+from kvladder.keys import BlockKey
 from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.context import TierContext
@@ -47,6 +48,7 @@ class Child:
         self._tier: Tier
         self._context: TierContext
         self._kept: AsyncIterator[Sequence[RecoveredBlock]] | None = None
+        self._surveyed: AsyncIterator[Sequence[BlockKey]] | None = None
 
     async def make(self, pickled: bytes) -> None:
         """See ``TierCalls``."""
@@ -130,6 +132,15 @@ class Child:
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """See ``TierCalls``."""
         return await self._tier.erase(salt, start)
+
+    async def survey(self, salt: bytes | None, anew: bool) -> list[BlockKey] | None:
+        """See ``TierCalls``."""
+        if anew or self._surveyed is None:
+            self._surveyed = self._tier.survey(salt)
+        async for batch in self._surveyed:
+            return list(batch)
+        self._surveyed = None
+        return None
 
     async def spare(self, salts: list[bytes]) -> dict[bytes, float]:
         """See ``TierCalls``."""

@@ -12,6 +12,7 @@ from typing import cast
 
 from kvladder.children.spawn import start_again
 from kvladder.errors import ConfigError, TierError
+from kvladder.keys import BlockKey
 from kvladder.tiers.base import Medium, Tier
 from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.isolated.calls import TierCalls
@@ -178,6 +179,12 @@ class IsolatedTier(Tier):
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         return await self._tier.erase(salt, start)
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        anew = True
+        while (batch := await self._tier.survey(salt, anew)) is not None:
+            yield batch
+            anew = False
 
     def spare(self, salt: bytes) -> float:
         """Return the number last reported; the child checks the current number at each put."""

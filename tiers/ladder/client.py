@@ -314,6 +314,22 @@ class TierClient:
         answer = await self.call("remove", purging, lambda: None, timeout_s=timeout_s)
         return None if answer.results is None else (done, following)
 
+    async def survey(self, salt: bytes | None, take: Callable[[Sequence[BlockKey]], object]) -> str:
+        """Give ``take`` the blocks of a salt, None for all, that lie on the medium now.
+
+        Returns why that is not known; empty if it is.
+        """
+
+        async def surveying() -> Sequence[bool]:
+            async for batch in self.tier.survey(salt):
+                take(batch)
+            return ()
+
+        if self.absent:
+            return f"left out: {self.why or 'it is not open'}"
+        answer = await self.call("contains", surveying, lambda: None, timeout_s=PURGE_TIMEOUT_S)
+        return "the tier does not answer" if answer.results is None else ""
+
     async def call(
         self,
         kind: Kind,

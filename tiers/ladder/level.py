@@ -430,7 +430,7 @@ class Level(EvictingLevel):
     def opened(self) -> None:
         """Let the level take part: its tier is open, at start or later."""
         self.client.opened()
-        self.purges.missed.clear()
+        self.purges.opened()
         self._above.wake()
 
     # ---- what is there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import compress
 from types import NoneType
 from typing import Any, cast
 
@@ -270,6 +271,8 @@ class LevelLifecycle:
                 and (facts.expires_wall_s is None or facts.expires_wall_s > wall_s)
                 and not (missed and missed & {None, facts.salt or block.key, block.key})
             ]
+            for keeps in level.purges.filters if kept else ():
+                kept = [*compress(kept, keeps(kept))]
             level.index.fill(kept, clock.now() - wall_s, level.bit)
             if self._is_late:  # during the start, listeners ask what is there
                 level.shared.events.stored(level.name, [block.key for block in kept])

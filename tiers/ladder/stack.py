@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.records.admission import AdmissionGate
+from kvladder.tiers.ladder.records.lineage import Lineage
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST
 from kvladder.tiers.ladder.saves import StackSaves
@@ -117,6 +119,8 @@ class TierStack(StackSaves):
                 break
         self._post = post
         self._saving = Saving(shared.arena.slots)
+        self.lineage: Lineage | None = None
+        """Parents and times of saved blocks; None if no purge by prefix or age may be asked."""
         self._scheduled = False
         self._resetting: Generator[object] | None = None
         self._closed = False
@@ -282,13 +286,88 @@ class TierStack(StackSaves):
         """
         return self._forget(self.levels, None, erase=erase)
 
-    def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
-        """Forget every block of a salt; yield after each step how many are gone by level so far.
+    def purge(
+        self, salt: bytes | None, levels: Sequence[Level] | None = None
+    ) -> Generator[dict[str, int]]:
+        """Forget every block of a salt, None for all, in host and ``levels`` (None: in all).
 
-        Nothing of this salt is stored until the iteration is over or closed. No step holds the lock
-        for long. Any thread may take steps.
+        Yields after each step how many are gone by level so far. Nothing of this salt is stored
+        until the iteration is over or closed. No step holds the lock for long. Any thread may take
+        steps.
         """
-        return self._forget(self.levels, salt, erase=True)
+        return self._forget(self.levels if levels is None else levels, salt, erase=True)
+
+    def purge_keys(
+        self, keys: Sequence[BlockKey], levels: Sequence[Level] | None = None
+    ) -> Generator[dict[str, int]]:
+        """Forget these blocks, each named once, like ``purge``; tiers overwrite what they keep.
+
+        A block that is stored after the step that removes it is new and stays.
+        """
+        below = self.levels if levels is None else levels
+        counts = {self.host.name: 0, **{level.name: 0 for level in below}}
+        for start in range(0, len(keys), STEP):
+            part = keys[start : start + STEP]
+            with self.lock:
+                self._saving.discard(part)
+                self.loader.recall(part)
+                counts[self.host.name] += self.host.remove(part)
+                for level in below:
+                    counts[level.name] += level.remove(part)
+            yield dict(counts)
+        with self.lock:
+            for level in below:
+                if level.tier.erases:
+                    level.purge(None)  # overwrites only what was forgotten
+        yield counts
+
+    def note(
+        self,
+        keys: Sequence[BlockKey],
+        saved: Sequence[int],
+        parent: BlockKey | None,
+        *,
+        links: bool,
+    ) -> None:
+        """See ``Lineage.note``; without a lineage, do nothing."""
+        if self.lineage is not None:
+            self.lineage.note(keys, saved, parent, self.shared.clock.wall(), links=links)
+
+    @contextmanager
+    def storing_nothing(self) -> Generator[None]:
+        """Take no block into any level while the context lasts, so that none moves unseen."""
+        with self.lock:
+            self.shared.purging[EVERYTHING] += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.shared.purging[EVERYTHING] -= 1
+                if not self.shared.purging[EVERYTHING]:
+                    del self.shared.purging[EVERYTHING]
+
+    def known(self) -> Iterator[tuple[list[BlockKey], list[bytes | None]]]:
+        """Yield every block that is here or under way, in steps, with its salt, None if unknown.
+
+        A block may come several times. One that moves meanwhile may be missed: see
+        ``storing_nothing``.
+        """
+        with self.lock:
+            coming = [*self._saving, *self.loader.arrivals]
+            for level in self.levels:
+                coming += level.coming()
+        for start in range(0, len(coming), STEP):
+            part = coming[start : start + STEP]
+            yield part, [None] * len(part)
+        for each in self._all_levels:
+            start = 0
+            while start < each.index.places:
+                with self.lock:
+                    keys = each.index.held(start, start + STEP)
+                    salts = each.index.salts(start, start + STEP)
+                start += STEP
+                if keys:
+                    yield keys, salts
 
     def reset(self) -> None:
         """Forget what no other engine has: blocks of the host level and of private tiers.

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import socket
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from queue import SimpleQueue
@@ -83,6 +83,7 @@ class MooncakeTier(Tier):
 
     Options: ClassVar[type[MooncakeOptions]] = MooncakeOptions
     shared = True
+    surveys = True
     isolates = True
     overhead_bytes = LABEL_BYTES
     probe_max = PROBE_BLOCKS_MAX
@@ -304,6 +305,14 @@ class MooncakeTier(Tier):
             progress(min(start + self.batch_max, len(names)), len(names))
         return gone
 
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        own = self._prefix
+        names = [name for name in await self._run(self._list) if name.startswith(own)]
+        for start in range(0, len(names), self.batch_max):
+            part = names[start : start + self.batch_max]
+            found = part if salt is None else await self._run(self._salted, part, salt)
+            yield [BlockKey(bytes.fromhex(name.removeprefix(own))) for name in found]
+
     def _purge_all(self) -> int:
         with self._area():
             count: int = self._store.remove_by_regex(f"^{self._prefix}.*", True)
@@ -326,6 +335,13 @@ class MooncakeTier(Tier):
 
     def _purge(self, names: list[str], salt: bytes) -> int:
         """Remove the blocks whose labels name the salt, and those without a valid label."""
+        chosen = self._salted(names, salt)
+        if chosen:
+            self._remove(chosen)
+        return len(chosen)
+
+    def _salted(self, names: list[str], salt: bytes) -> list[str]:
+        """Return the blocks whose labels name the salt, and those without a valid label."""
         with self._area() as area:
             at, each = self._labels_at + area, [[n * LABEL_STRIDE] for n in range(len(names))]
             sizes = [[LABEL_BYTES]] * len(names)
@@ -347,9 +363,7 @@ class MooncakeTier(Tier):
                 chosen.append(name)
             elif code not in ABSENT:
                 raise TierError(f"a label cannot be read: error {code}")
-        if chosen:
-            self._remove(chosen)
-        return len(chosen)
+        return chosen
 
     def describe(self) -> dict[str, str]:
         options = self.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -67,6 +67,7 @@ class ObjectTier(Tier):
 
     Options: ClassVar[type[ObjectOptions]] = ObjectOptions
     shared = True
+    surveys = True
     batch_max = 16
     block_bytes_min = BLOCK_BYTES_MIN
     overhead_bytes = LABEL_BYTES
@@ -292,6 +293,20 @@ class ObjectTier(Tier):
         except ERRORS as error:
             raise failure(error) from error
         return removed
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        if self._closed:
+            raise _closed()
+        own = self._prefix
+        try:
+            async for page in self._store.list(own):
+                names = (one["path"] for one in page if _NAME.fullmatch(one["path"]))
+                sizes = {one["path"]: one["size"] for one in page}
+                chosen = {name: sizes[name] for name in names if name.startswith(own)}
+                found = list(chosen) if salt is None else await self._salted(chosen, salt)
+                yield [BlockKey(bytes.fromhex(name.removeprefix(own))) for name in found]
+        except ERRORS as error:
+            raise failure(error) from error
 
     async def _salted(self, sizes: Mapping[str, int], salt: bytes) -> list[str]:
         """Return the names of the blocks with this salt, and of those whose salt is unreadable."""

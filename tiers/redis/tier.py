@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property, partial
 from itertools import compress, pairwise
@@ -57,6 +57,7 @@ class RedisTier(Tier):
 
     Options: ClassVar[type[RedisOptions]] = RedisOptions
     shared = True
+    surveys = True
     overhead_bytes = LABEL_BYTES
     probe_max = PROBE_BLOCKS_MAX
 
@@ -424,6 +425,19 @@ class RedisTier(Tier):
         if salt is None:
             self._quotas.forget()
         return removed
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        await self._require_fit()
+        size = len(self._prefix) + 1
+        for address in await self._servers.addresses():
+            with closing(await self._entrance.wire(address)) as wire:
+                async for names in scan(self._entrance, wire, self._prefix + b"{*}"):
+                    told = {} if salt is None else await labels(names, self._run)
+                    yield [
+                        BlockKey(bytes.fromhex(name[size:-1].decode()))
+                        for name in names
+                        if salt is None or name not in told or told[name].facts.salt == salt
+                    ]
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
         """Remove these keys, or with ``salt`` the blocks whose labels name it, with all parts.

@@ -205,6 +205,11 @@ class IndexQueries(Tenanted[P]):
         """Return the blocks at places ``start <= n < end``."""
         return [key for key in self._key[start:end] if key is not None]
 
+    def salts(self, start: int, end: int) -> list[bytes | None]:
+        """Return the salt of each of ``held``'s blocks."""
+        both = zip(self._key[start:end], self._terms.of[start:end], strict=True)
+        return [terms.salt for key, terms in both if key is not None]
+
     @property
     def places(self) -> int:
         """Number above all places that were ever taken."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvladder.keys import BlockKey
 from kvladder.metrics import LevelStats
+from kvladder.tiers.label import RecoveredBlock
 from kvladder.tiers.ladder.client import TierClient
+
+Filter = Callable[[Sequence[RecoveredBlock]], Sequence[bool]]
+"""Returns for each recovered block whether the level may hold it."""
 
 
 class PurgeQueue:
@@ -26,9 +30,23 @@ class PurgeQueue:
         self._erases_later = False
         self.missed: set[BlockKey | bytes | None] = set()
         """Removals while the tier was not open: keys, salts, or None for everything."""
+        self.filters: list[Filter] = []
+        """Purges while the tier was not open, of blocks that could not be named then."""
+        self.doubts = 0
+        """Number of purges that have still to look which of their blocks a shared tier has."""
 
     def __len__(self) -> int:
-        return len(self._todo)
+        return len(self._todo) + self.doubts
+
+    def filter(self, keeps: Filter) -> None:
+        """Have the level not hold those blocks that ``keeps`` refuses, if the tier is not open."""
+        if self._client.absent:
+            self.filters.append(keeps)
+
+    def opened(self) -> None:
+        """Forget what was removed while the tier was not open: it has recovered its blocks."""
+        self.missed.clear()
+        self.filters.clear()
 
     def condemn(self, *removed: BlockKey | bytes | None) -> None:
         """Note what is removed while the tier is not open: keys, salts, or None for everything.
