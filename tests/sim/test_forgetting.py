@@ -208,6 +208,7 @@ class PurgedWorld:
             assert not gone & {record.key for record in tier.records.values()}
             assert tier.violations == []
         self.loop.run_until_complete(self._close())
+        self.loop.close()
 
 
 def run(seed: int, path: Path, steps: int = 40) -> Sequence[str]:
