@@ -342,10 +342,8 @@ class CacheManager:
 
         Raises
         ------
-        ValueError
-            A priority, a duration, or the number of them is wrong.
-        KeyError
-            No level has one of these names. In each case nothing changed.
+        ValueError, KeyError
+            A priority, a duration, or their number is wrong; no level has a name. Nothing changed.
         """
         now, floor = self._clock.now(), checked_priority(parent_floor)
         if priorities is not None or durations_s is not None:
