@@ -290,7 +290,7 @@ class Purger:
         """
         found = dict.fromkeys(keys)
         unknown = set[BlockKey]()
-        for number, (some, salts) in enumerate(self._stack.known()):
+        for number, (some, salts) in enumerate(self._stack.every_block()):
             for key, own, verdict in zip(some, salts, judge(some).tolist(), strict=True):
                 if verdict == UNKNOWN and key not in found:
                     if own is not None and own != salt and keys:

@@ -346,7 +346,7 @@ class TierStack(StackSaves):
                 if not self.shared.purging[EVERYTHING]:
                     del self.shared.purging[EVERYTHING]
 
-    def known(self) -> Iterator[tuple[list[BlockKey], list[bytes | None]]]:
+    def every_block(self) -> Iterator[tuple[list[BlockKey], list[bytes | None]]]:
         """Yield every block that is here or under way, in steps, with its salt, None if unknown.
 
         A block may come several times. One that moves meanwhile may be missed: see
