@@ -143,18 +143,7 @@ def open_manager(
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
-        purger = _purger(config, manager, stack, runtime, instance)
-        _admit(
-            config,
-            layout,
-            manager,
-            stack,
-            runtime,
-            instance,
-            pools=pools,
-            serves=serves,
-            purger=purger,
-        )
+        _admit(config, layout, manager, stack, runtime, instance, pools=pools, serves=serves)
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
@@ -176,9 +165,9 @@ def _admit(
     *,
     pools: bool,
     serves: bool,
-    purger: Purger | None,
 ) -> None:
-    """Begin what uses the cache beside the engine: the shadow, its HTTP server, the export."""
+    """Begin what uses the cache beside the engine: purges, shadow, HTTP server, the export."""
+    purger = _purger(config, manager, stack, runtime, instance)
     shadow = stack.shared.listener
     if isinstance(shadow, LiveShadow):
         begin_shadow(shadow, config, manager.layout, stack)

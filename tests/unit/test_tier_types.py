@@ -43,6 +43,7 @@ NAMED = {
     "host": {  # each stack has one
         "kvladder/cli/evaluate.py", "kvladder/config/sources.py", MEASURES,
         "kvladder/testing/handlers.py", "kvladder/testing/engines/suite.py",
+        "kvladder/testing/engines/hints.py",
     },
     "files": {
         "kvladder/config/sources.py",  # the short form
