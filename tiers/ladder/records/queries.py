@@ -193,7 +193,8 @@ class IndexQueries(Tenanted[P]):
         end = min(start + BULK_STEP, self._end)
         floors = np.frombuffer(self._floor, np.uint8)[start:end]
         found: list[BlockKey] = []
-        for at in np.flatnonzero(floors < least).tolist():
+        places: list[int] = np.flatnonzero(floors < least).tolist()
+        for at in places:
             key = self._key[start + at]
             if key is not None:
                 found.append(key)
