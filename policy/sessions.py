@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Final
 
 from kvladder.keys import BlockKey
@@ -32,9 +33,9 @@ class Sessions:
     A session owns the blocks that its requests brought in, until a request of another session, or
     of none, uses one of them. The end of a session gives up the blocks that it owns and no others.
 
-    Pure and synchronous. One thread names sessions; any thread may call ``met`` and ``last``. A
-    session begins with its first use. A session that was forgotten to make room has not ended: it
-    begins again with its next use, and owns no blocks that it brought in before.
+    Synchronous; any thread may call it. A session begins with its first use. A session that was
+    forgotten to make room has not ended: it begins again with its next use, and owns no blocks that
+    it brought in before.
     """
 
     def __init__(self, *, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
@@ -45,6 +46,8 @@ class Sessions:
         self._owners: dict[BlockKey, str] = {}
         """Owning session by block; the owner brought it in, and no other request has used it."""
         self._blocks = 0
+        self._lock = RLock()
+        """Held while sessions, and the blocks of one, change; ``met`` goes without."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -62,13 +65,14 @@ class Sessions:
         ValueError
             The session has ended.
         """
-        self.require_open(name)
-        session = self._begun(name)
-        session.last = runs, salt
-        for run in runs:
-            self.met(name, run)
-            self._add(session, run)
-        self._make_room()
+        with self._lock:
+            self.require_open(name)
+            session = self._begun(name)
+            session.last = runs, salt
+            for run in runs:
+                self.met(name, run)
+                self._add(session, run)
+            self._make_room()
 
     def begin_again(self, name: str) -> None:
         """Let a session that has ended be used again, for engines that give names again."""
@@ -79,12 +83,16 @@ class Sessions:
 
         ``name`` is its session; None, or one that has ended, stands for a request without one.
         """
-        if name is None or name in self._ended:
+        if name is None:
             self.met(None, keys)
-        elif keys:
-            self._add(self._begun(name), keys)
-            self._owners.update(dict.fromkeys(keys, name))
-            self._make_room()
+            return
+        with self._lock:
+            if name in self._ended:
+                self.met(None, keys)
+            elif keys:
+                self._add(self._begun(name), keys)
+                self._owners.update(dict.fromkeys(keys, name))
+                self._make_room()
 
     def met(self, name: str | None, keys: Iterable[BlockKey]) -> None:
         """Record that a request of a session, or of none, wants blocks that may be cached.
@@ -126,8 +134,9 @@ class Sessions:
         ValueError
             The session has ended, or is not known.
         """
-        self.last(name)
-        return [key for key in self._sessions[name].keys if self._owners.get(key) == name]
+        with self._lock:
+            self.last(name)
+            return [key for key in self._sessions[name].keys if self._owners.get(key) == name]
 
     def blocks(self, name: str) -> tuple[list[BlockKey], str]:
         """Return all blocks of a session's requests, and the salt of the last one.
@@ -135,15 +144,17 @@ class Sessions:
         That includes blocks that other requests use, too. Raises ValueError if the session is not
         known: it had no request, has ended, or was forgotten.
         """
-        session = self._sessions.get(name)
-        if session is None:
-            raise ValueError(f"session {name!r} is not known: it has ended, or had no request yet")
-        return list(session.keys), session.last[1] if session.last else ""
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is not None:
+                return list(session.keys), session.last[1] if session.last else ""
+        raise ValueError(f"session {name!r} is not known: it has ended, or had no request yet")
 
     def purge(self, name: str) -> tuple[list[BlockKey], str]:
         """Return ``blocks`` and forget them: the session begins anew with its next use."""
-        found = self.blocks(name)
-        self._forget(name, self._sessions.pop(name))
+        with self._lock:
+            found = self.blocks(name)
+            self._forget(name, self._sessions.pop(name))
         return found
 
     def end(self, name: str) -> list[BlockKey]:
@@ -154,11 +165,12 @@ class Sessions:
         ValueError
             The session has ended, or is not known.
         """
-        owned = self.owned(name)
-        self._ended[name] = None
-        if len(self._ended) > self._max:
-            self._ended.popitem(last=False)
-        self._forget(name, self._sessions.pop(name))
+        with self._lock:
+            owned = self.owned(name)
+            self._ended[name] = None
+            if len(self._ended) > self._max:
+                self._ended.popitem(last=False)
+            self._forget(name, self._sessions.pop(name))
         return owned
 
     def _begun(self, name: str) -> _Session:

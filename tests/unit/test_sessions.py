@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
+from threading import Event
 
 import pytest
 
@@ -89,4 +93,30 @@ def test_remembered_sessions_and_blocks_are_bounded() -> None:
     sessions.use("large", [keys(*range(100, 150))])
     assert len(sessions) == 1, "it stays, its end is still to come"
     assert sessions.end("large") == keys(*range(100, 150))
+    sessions.check()
+
+
+@pytest.mark.slow
+def test_a_purge_in_another_thread_loses_no_count() -> None:
+    sessions, over = Sessions(), Event()
+    runs = [keys(*range(100 * n, 100 * n + 100)) for n in range(20)]
+
+    def purge() -> None:
+        while not over.is_set():
+            with suppress(ValueError):
+                sessions.purge("one")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(1) as threads:
+        purges = threads.submit(purge)
+        try:
+            for _ in range(1000):
+                for run in runs:
+                    sessions.brought("one", run)
+                    sessions.use("one", [run])
+        finally:
+            over.set()
+            sys.setswitchinterval(before)
+    purges.result()
     sessions.check()
