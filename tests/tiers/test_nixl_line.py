@@ -23,6 +23,7 @@ from kvladder.tiers.nixl import messages as m
 pytest.importorskip("zmq")
 
 from kvladder.export.exporter import HELD_S
+from kvladder.tiers.nixl.curve import ALL, Rights
 from kvladder.tiers.nixl.line import Line
 from kvladder.tiers.nixl.pump import NAPS
 from tests.kit.fabric import Fabric, FakePlane
@@ -122,6 +123,28 @@ async def test_blocks_are_stored_and_read_back():
         assert await near.have(0, 1) == [0, 1]
         assert await near.line.here.purge(None) == 2
         assert fabric.exporter.gauges()["messages_refused"] == 0
+
+
+async def test_a_client_that_may_only_read_changes_nothing_even_if_it_lies(monkeypatch):
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0)
+        take, rights = fabric.exporter.take, Rights(read=frozenset([SPACE]), write=frozenset())
+
+        def limited(client, data):
+            take(client, data, rights if client == b"client 1" else ALL)
+
+        monkeypatch.setattr(fabric.exporter, "take", limited)
+        reader = Near(fabric)
+        await reader.line.tried()
+        assert not reader.line.here.writable
+        reader.line.here.writable = True  # it ignores what it was told
+        assert await reader.put(1) == [False]
+        await reader.line.here.remove([reader.key(0)])
+        assert await reader.line.here.purge(None) == 0
+        assert await reader.get(0, 1) == [True, False]
+        assert await near.have(0, 1) == [1, 0]
+        await reader.aclose()
 
 
 async def test_a_commit_may_come_as_soon_as_the_grant_is_sent():
