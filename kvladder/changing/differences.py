@@ -19,9 +19,11 @@ NEEDS_RESTART: Final = {
     "control": "the control socket is made at the start",
     "events": "events are set up at the start",
     "export": "the export is set up at the start",
+    "forget": "receipts are signed with the key of the start",
     "gpu": "the device's pools are laid out at the start",
     "http": "the port is opened at the start",
     "model": "it is part of the blocks' names",
+    "otel": "spans are set up at the start",
     "record": "the recording is set up at the start",
     "shadow": "the shadow is set up at the start",
 }

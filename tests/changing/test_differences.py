@@ -52,6 +52,10 @@ REFUSED: dict[str, tuple[StackConfig, dict[str, Any], str]] = {
     "arena": (stack(NVME), {"arena": {"size": "2 GiB"}}, "arena.size: 1 GiB -> 2 GiB: the"),
     "salt": (stack(NVME), {"block": {"salt": "new"}}, "block.salt: another secret: it is part of"),
     "port": (stack(NVME), {"http": "127.0.0.1:1"}, "http.listen: none -> 127.0.0.1:1: the"),
+    "receipts": (
+        stack(NVME), {"forget": {"path": "/p", "key": "k" * 16}}, "forget.path: none -> /p: rec"
+    ),
+    "spans": (stack(NVME), {"otel": True}, "otel.enabled: False -> True: spans"),
     "path": (stack({**NVME, "path": "/x"}), {}, "tiers.nvme.path: /x -> /mnt/a: the tier"),
     "type": (
         stack({**FAR, "name": "nvme"}), {}, "tiers.nvme.type: redis -> files: the tier was opened"
