@@ -11,7 +11,7 @@ from tests.kit.source import ROOT
 words: Any = script("words")
 
 FOLDERS = ("kvladder", "connectors", "gpu", "policy", "tiers", "examples", "benchmarks")
-PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
 GENERATED = "seeds.md"
 
 
