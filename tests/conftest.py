@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,10 @@ pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "tests.kit.durat
 os.environ.setdefault("KVLADDER__FETCH__WHEN", "always")
 # torch's threads wait by spinning: among other tests, two of them take eight times as long as one
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell has its jobs in the background ignore it, and so would the processes of the tests
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile(

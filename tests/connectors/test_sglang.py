@@ -30,7 +30,6 @@ from tests.sglang.kit.hanging_files import HangingFiles
 
 sglang_stub.install()
 from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
-from kvladder.connectors.sglang.weights import WeightsTracker  # noqa: E402
 
 OURS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
 SLOTS = 40
@@ -63,8 +62,6 @@ def opened(tmp_path, monkeypatch, hangs, patient):
     monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), SharedFakeTier)
     monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
     sglang_stub.give("m")
-    sglang_stub.forget_watches(monkeypatch)
-    monkeypatch.setattr("kvladder.connectors.sglang.storage.watch", WeightsTracker())
     left: list[Controller] = []
 
     def open_one(

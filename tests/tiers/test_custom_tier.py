@@ -123,7 +123,7 @@ def test_the_page_counts_the_methods_and_names_them_all() -> None:
         written = {name for name, value in vars(tier).items() if callable(value) and name[0] != "_"}
         assert written - {"Options"} == {*six, seventh}
     offered = {name for name in dir(Tier) if name[0] != "_"}
-    of_few = {name for name in vars(Medium) if name[0] != "_"}
+    of_few = {name for name in vars(Medium) if name[0] != "_"} | {"resizes", "resize"}
     assert of_few <= set(re.findall(r"`(\w+)[`(]", page.split("## What few tiers need")[1]))
     assert offered - of_few == {*six, *kinds.values(), "batch_max", "durable", "shared"}
 
