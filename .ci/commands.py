@@ -37,9 +37,9 @@ def table(command: click.Command) -> Iterator[str]:
         yield "\n| argument | |\n|---|---|\n"
     for row in rows:
         assert row is not None, "each argument has a help text"
-        yield "| `{}` | {} |\n".format(
-            *(" ".join(text.replace("|", "\\|").split()) for text in row)
-        )
+        name, said = (" ".join(text.replace("|", "\\|").split()) for text in row)
+        # in Markdown, words in brackets are a reference
+        yield f"| `{name}` | {said.replace('[', '&#91;')} |\n"
 
 
 def section(command: click.Command) -> str:
