@@ -291,6 +291,7 @@ def test_the_command_sizes_a_device_by_the_settings_of_a_stack(
         assert says in text or not tiers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

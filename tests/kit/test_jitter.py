@@ -82,6 +82,7 @@ def test_a_process_is_stopped_for_a_while(process: int, monkeypatch: pytest.Monk
     assert states == ["T"]
 
 
+@pytest.mark.slow
 def test_a_process_stopped_by_a_test_stays_stopped(process: int) -> None:
     stills = jitter.Stills()
     stills.kill(process, signal.SIGSTOP)

@@ -18,6 +18,8 @@ from tests.kit.httpproxy import FaultyProxy
 from tests.kit.lanes import BEFORE, CLOSED, Figures, Held, Service
 from tests.kit.traffic import Traffic, keys, loaded, save
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout(block_tokens=16, block_bytes=4096)
 STACK = {"arena": {"size": 8 * LAYOUT.slot_bytes}, "tiers": [{"type": "host"}]}
 SENT = b"0123456789"

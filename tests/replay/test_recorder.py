@@ -220,6 +220,7 @@ def test_what_is_recorded_is_read_again(
 # ---- files
 
 
+@pytest.mark.slow
 def test_files_are_rotated_and_bounded(path: Path) -> None:
     one = Recording(path, size_bytes=300, files=3)
     for number in range(200):

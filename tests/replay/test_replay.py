@@ -147,6 +147,7 @@ def test_rules_of_levels_are_those_of_the_configuration() -> None:
     assert 0 < again < every / 2
 
 
+@pytest.mark.slow
 def test_an_admission_saves_writes_of_blocks_that_do_not_come_again() -> None:
     """Tools come again now and then; the other prompts never do, and are most of the blocks."""
     random, fresh = Random(9), count(400)

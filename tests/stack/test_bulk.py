@@ -88,6 +88,7 @@ async def run(kind: str, seed: int) -> list[Any]:
         return await play(cache, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.product("kind", "seed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))

@@ -15,6 +15,8 @@ from kvladder.metrics import MissCause, Missed
 from kvladder.tiers.ladder.loading.fetch import Fetch, FetchState, SetFetch
 from tests.kit.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "tiers" / "ladder" / "README.md"
 DEADLINE_S = 10.0
 KEYS = [BlockKey(bytes([n]) * 32) for n in range(16)]

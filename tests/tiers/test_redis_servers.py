@@ -13,6 +13,8 @@ from kvladder.tiers.redis.resp import Command, ReplyError, encode
 from kvladder.tiers.redis.servers import HEAD_START_S, SILENT_S, Servers
 from kvladder.tiers.redis.url import Address, RedisOptions
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 4.0
 SLOTS = 16384
 NAMES = [b"{%d}" % number for number in range(24)]

@@ -108,6 +108,7 @@ def test_hits_and_writes_are_those_of_a_full_simulation(name: str, share: float)
     assert ours.writes <= every.writes
 
 
+@pytest.mark.slow
 def test_a_large_level_follows_a_sample() -> None:
     """Prompts that never come again are left out, and the tools' own ones are served longer."""
     prompts = renumbered(scans(Random(6), 3000))

@@ -18,6 +18,8 @@ from kvladder.tiers.ladder.records.guard import SLOW_MAX, SLOW_S, SLOW_WITHIN_S,
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.meta import BlockMeta
 
+pytestmark = pytest.mark.slow
+
 CALLS = [
     "push", "push_all", "touch", "touch_all", "remove", "remove_all", "reserve",
     "inserted", "dropped", "requested", "refused", "attached", "__iter__",
