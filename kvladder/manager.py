@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
+from threading import RLock
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kvladder.arena import Arena
@@ -118,7 +119,7 @@ class CacheManager:
         """What is closed before the cache."""
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self._described: list[Callable[[], Sequence[str]]] = []
-        self.sessions = Sessions()
+        self.sessions = Sessions(lock=RLock())
         """The sessions' blocks, as far as engines name sessions."""
         self.name_blocks: Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]] | None = None
         """Names the whole blocks of tokens under a salt, by group, if the engine set it."""

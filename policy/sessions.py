@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Final
 
 from kvladder.keys import BlockKey
@@ -33,12 +33,18 @@ class Sessions:
     A session owns the blocks that its requests brought in, until a request of another session, or
     of none, uses one of them. The end of a session gives up the blocks that it owns and no others.
 
-    Synchronous; any thread may call it. A session begins with its first use. A session that was
-    forgotten to make room has not ended: it begins again with its next use, and owns no blocks that
-    it brought in before.
+    Pure and synchronous. With a ``lock`` that its thread may take again, any thread may call it. A
+    session begins with its first use. A session that was forgotten to make room has not ended: it
+    begins again with its next use, and owns no blocks that it brought in before.
     """
 
-    def __init__(self, *, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
+    def __init__(
+        self,
+        *,
+        sessions_max: int = SESSIONS_MAX,
+        blocks_max: int = BLOCKS_MAX,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._max = sessions_max
         self._blocks_max = blocks_max
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -46,7 +52,7 @@ class Sessions:
         self._owners: dict[BlockKey, str] = {}
         """Owning session by block; the owner brought it in, and no other request has used it."""
         self._blocks = 0
-        self._lock = RLock()
+        self._lock = lock or nullcontext()
         """Held while sessions, and the blocks of one, change; ``met`` goes without."""
 
     def __len__(self) -> int:

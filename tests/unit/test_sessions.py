@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from random import Random
-from threading import Event
+from threading import Event, RLock
 
 import pytest
 
@@ -98,7 +98,7 @@ def test_remembered_sessions_and_blocks_are_bounded() -> None:
 
 @pytest.mark.slow
 def test_a_purge_in_another_thread_loses_no_count() -> None:
-    sessions, over = Sessions(), Event()
+    sessions, over = Sessions(lock=RLock()), Event()
     runs = [keys(*range(100 * n, 100 * n + 100)) for n in range(20)]
 
     def purge() -> None:
