@@ -263,9 +263,8 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 with Found(roster, keys) as another:
                     until(lambda: another.sees(1))
 
-                # killed without a restart
+                # killed without a restart; how long it stays in the list depends on the time
                 one.kill()
-                assert redis.run("HLEN", key) == 1
                 public = read_keys(str(keys / "client.keys")).peers[0]
                 until(lambda: not asyncio.run(listed(roster, public)))
 
