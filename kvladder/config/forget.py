@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from kvladder.config.secret_file import read_secret
 from kvladder.errors import ConfigError
 from kvladder.schema import Settings
 
@@ -51,14 +52,7 @@ class ForgetConfig(Settings, frozen=True, kw_only=True):
         """
         if not self.key_file:
             return self.key
-        try:
-            key = Path(self.key_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            why = f"{self.key_file}: {getattr(error, 'strerror', None) or error}"
-            hint = "expected a readable file with one line"
-            raise ConfigError(why, path="forget.key_file", hint=hint) from error
-        require_key(key, "forget.key_file")
-        return key
+        return read_secret(self.key_file, "forget.key_file", require_key)
 
     def of(self, instance: int) -> Path:
         """Return the directory of one of several engines; ``path`` is set."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Final
 
+from kvladder.config.secret_file import read_secret
 from kvladder.errors import ConfigError
 from kvladder.schema import Address, Settings
 
@@ -82,14 +82,7 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
         """
         if not self.token_file:
             return self.token
-        try:
-            token = Path(self.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            why = f"{self.token_file}: {getattr(error, 'strerror', None) or error}"
-            hint = "expected a readable file with one line"
-            raise ConfigError(why, path="http.token_file", hint=hint) from error
-        require_token(token, "http.token_file")
-        return token
+        return read_secret(self.token_file, "http.token_file", require_token)
 
     def of(self, instance: int) -> str:
         """Return the address of one of several engines; ``listen`` is set."""
