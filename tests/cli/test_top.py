@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,59 +150,61 @@ def test_one_picture_is_printed_for_pipes_and_as_json(tmp_path, capsys, monkeypa
     assert "no control socket at" in capsys.readouterr().err
 
 
+@contextmanager
+def shown_in_a_terminal(stack, term):
+    """Run ``kvladder top`` in a terminal of 40 lines and 80 columns; end with it closed."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvladder", "top", stack, "--every", "0.05"],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={"PYTHONPATH": str(ROOT), "TERM": term, "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    os.close(theirs)
+    yield Shown(process, ours)
+    os.close(ours)
+
+
+class Shown:
+    """What a terminal was sent, in ``text``."""
+
+    def __init__(self, process, ours):
+        self._process = process
+        self._ours = ours
+        self.text = b""
+
+    def has(self, text):
+        self.text += os.read(self._ours, 1 << 16)
+        return text in self.text
+
+    def interrupt(self):
+        """Press Ctrl-C, and wait until the screen is as it was."""
+        self._process.send_signal(signal.SIGINT)
+        until(lambda: self.has(b"\x1b[?1049l"))
+        assert self._process.wait(PATIENCE_S) == 0
+
+
 @pytest.mark.slow
 def test_a_terminal_shows_it_live_until_an_interrupt(tmp_path):
     with running(tmp_path) as (stack, cache):
         save(cache, range(8))
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-        running_top = subprocess.Popen(
-            [sys.executable, "-m", "kvladder", "top", stack, "--every", "0.05"],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PATH": os.environ["PATH"]},
-        )  # fmt: skip
-        os.close(theirs)
-        shown = b""
-
-        def has(text):
-            nonlocal shown
-            shown += os.read(ours, 1 << 16)
-            return text in shown
-
-        until(lambda: has(b"nvme"))
-        assert b"\x1b[?1049h" in shown  # the alternate screen
-        save(cache, range(100, 120))
-        until(lambda: has(b"14 "))
-        running_top.send_signal(signal.SIGINT)
-        until(lambda: has(b"\x1b[?1049l"))  # the screen as it was
-        assert running_top.wait(PATIENCE_S) == 0
-        assert b"Traceback" not in shown
-        os.close(ours)
+        with shown_in_a_terminal(stack, "xterm-256color") as shown:
+            until(lambda: shown.has(b"nvme"))
+            assert b"\x1b[?1049h" in shown.text  # the alternate screen
+            save(cache, range(100, 120))
+            until(lambda: shown.has(b"14 "))
+            shown.interrupt()
+            assert b"Traceback" not in shown.text
 
 
 @pytest.mark.slow
 def test_a_cache_that_ends_is_told_and_awaited(tmp_path):
-    ours, theirs = pty.openpty()
-    with running(tmp_path) as (stack, _):
-        running_top = subprocess.Popen(
-            [sys.executable, "-m", "kvladder", "top", stack, "--every", "0.05"],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": os.environ["PATH"]},
-        )  # fmt: skip
-        os.close(theirs)
-        shown = b""
-
-        def has(text):
-            nonlocal shown
-            shown += os.read(ours, 1 << 16)
-            return text in shown
-
-        until(lambda: has(b"works"))
-    until(lambda: has(b"not connected"))
-    shown = b""
-    with open_cache(stack, layout=LAYOUT):
-        until(lambda: has(b"works"))
-        running_top.send_signal(signal.SIGINT)
-        until(lambda: has(b"\x1b[?1049l"))
-        assert running_top.wait(PATIENCE_S) == 0
-    os.close(ours)
+    with ExitStack() as open_ones:
+        with running(tmp_path) as (stack, _):
+            shown = open_ones.enter_context(shown_in_a_terminal(stack, "xterm"))
+            until(lambda: shown.has(b"works"))
+        until(lambda: shown.has(b"not connected"))
+        shown.text = b""
+        with open_cache(stack, layout=LAYOUT):
+            until(lambda: shown.has(b"works"))
+            shown.interrupt()

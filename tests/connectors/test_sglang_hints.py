@@ -20,6 +20,7 @@ from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
 from kvladder.connectors.sglang.tree import KVLadderRadixCache  # noqa: E402
 from kvladder.hints import HintExecutor  # noqa: E402
 from kvladder.keys import BlockKey  # noqa: E402
+from kvladder.testing.engines.hinted import hint_envelope  # noqa: E402
 
 pytestmark = pytest.mark.slow
 STACK = {
@@ -82,16 +83,7 @@ class Engine:
         return [(one["outcome"], one["why"]) for one in json.loads(answer["kvladder"])["hints"]]
 
     def envelope(self, *actions: dict[str, Any]) -> dict[str, Any]:
-        made = [
-            {
-                "action_id": f"a{n}",
-                "action_type": action["do"],
-                "action_version": "1",
-                "payload": {name: value for name, value in action.items() if name != "do"},
-            }
-            for n, action in enumerate(actions)
-        ]
-        return {"protocol_version": "0.1", "message_id": f"{self._rid}", "actions": made}
+        return hint_envelope(*actions, message=f"{self._rid}")
 
     def names(self, first: int, salt: str | None = None) -> list[BlockKey]:
         tokens = array("q", range(first, first + PAGES * PAGE))

@@ -19,13 +19,14 @@ from kvladder.config.stack import load_config
 from kvladder.connectors import listener
 from kvladder.errors import ConfigError
 from kvladder.forgetting.ledger import PurgeLedger
-from kvladder.forgetting.receipt import Receipt, Signer
+from kvladder.forgetting.receipt import Signer
 from kvladder.schema import Address
 from kvladder.traces.files import TraceFiles
 from tests.deploy.held import missing
 from tests.kit.scripts import script
 from tests.kit.source import ROOT
 from tests.patience import until
+from tests.unit.test_receipts import receipt
 
 settings: Any = script("settings")
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -200,16 +201,7 @@ def test_receipts_and_recordings_are_for_their_owner_alone(tmp_path: Path) -> No
     try:
         ledger = PurgeLedger(tmp_path / "purges", Signer("a key of the tests"))
         with closing(ledger):
-            ledger.write(
-                Receipt(
-                    id="20260102T030405-00c0ffee",
-                    deployment="tests",
-                    namespace="00" * 32,
-                    version="1",
-                    asked_at="2026-01-02T03:04:05.000000+00:00",
-                    scope={"kind": "all"},
-                )
-            )
+            ledger.write(receipt())
         trace = TraceFiles(tmp_path / "trace.jsonl", size_bytes=1 << 20, files=2)
         assert trace.write(b"{}\n")
         trace.close()

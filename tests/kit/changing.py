@@ -213,14 +213,7 @@ class ChangingWorld(World):
         if not self._changed:
             super().reopen(crash=crash)
             return
-        if crash:
-            self._end_finalizers()
-        for request in self.requests:
-            if not crash:
-                request.fetch.release()
-                if request.save is not None:
-                    request.save.abort()
-        self.requests.clear()
+        self._end_requests(crash=crash)
         self._purge.give_up()
         before = [store.copy() for store in self._stores]
         self._close(crash=crash)

@@ -95,21 +95,29 @@ def run_world(
     if kind == "tenants":
         weights[2] = 10
     world = World(knobs, seed)
+
+    def draw() -> Callable[[], None]:
+        return random.choices(STEPS.get(kind, drawn_steps)(world, random), weights)[0]
+
+    take_steps(world, seed, steps, draw)
+    return world
+
+
+def take_steps(world: World, seed: int, steps: int, draw: Callable[[], Callable[[], None]]) -> None:
+    """Take drawn steps and check after each; a failure is told with the seed and the last steps."""
     try:
         for _ in range(steps):
-            kinds = STEPS.get(kind, drawn_steps)(world, random)
-            random.choices(kinds, weights)[0]()
+            draw()()
             world.check()
             world.poll()
             world.check()
         world.end()
     except BaseException as error:
         last = "\n  ".join(world.trace[-TRACE_LINES:])
-        error.add_note(f"seed {seed}\n{knobs}\n  {last}")
+        error.add_note(f"seed {seed}\n{world.knobs}\n  {last}")
         with suppress(Exception):
             world.dispose()
         raise
-    return world
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -372,14 +372,7 @@ class World:
 
     def reopen(self, *, crash: bool) -> None:
         """End the process, cleanly or not, and begin another one."""
-        if crash:
-            self._end_finalizers()
-        for request in self.requests:
-            if not crash:
-                request.fetch.release()
-                if request.save is not None:
-                    request.save.abort()
-        self.requests.clear()
+        self._end_requests(crash=crash)
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
         clean &= all(level.client.open(kind) for level in levels for kind in KINDS)
@@ -401,6 +394,17 @@ class World:
         found = {key for level in self.cache.levels for key in level.index}
         assert kept <= found, f"{len(kept - found)} blocks did not survive a clean end"
         self.note(f"reopen {'after a crash' if crash else ''}: {len(found)} blocks")
+
+    def _end_requests(self, *, crash: bool) -> None:
+        """End all requests; those of a process that dies release nothing."""
+        if crash:
+            self._end_finalizers()
+        for request in self.requests:
+            if not crash:
+                request.fetch.release()
+                if request.save is not None:
+                    request.save.abort()
+        self.requests.clear()
 
     def _errors(self) -> int:
         return sum(level.stats.errors for level in self.cache.levels)

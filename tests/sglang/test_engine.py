@@ -10,6 +10,7 @@ from typing import Any
 
 from kvladder.control.sockets import ask
 from kvladder.layout import align
+from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.tiers.files.header import HEADER_BYTES
 from tests.patience import PATIENCE_S, RUN_S, until
 from tests.sglang.driver import prompt
@@ -100,29 +101,15 @@ def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
     return {1: long, 2: valued}
 
 
-def envelope(message: str, *actions: dict[str, Any]) -> dict[str, Any]:
-    """Return an envelope; each action says its verb as ``do``, and its payload."""
-    made = [
-        {
-            "action_id": f"{n}",
-            "action_type": action["do"],
-            "action_version": "1",
-            "payload": {name: value for name, value in action.items() if name != "do"},
-        }
-        for n, action in enumerate(actions)
-    ]
-    return {"protocol_version": "0.1", "message_id": message, "actions": made}
-
-
 def obey_hints(engine: Engine) -> None:
     """Each verb moves or ranks pages, and has its outcome in the answer; tokens stay the same."""
     before = engine.stats()["kept"]["blocks"]
 
     def hinted(message: str, *actions: dict[str, Any]) -> list[tuple[str, int]]:
-        found = engine.generate(41, 65, kv_hints=envelope(message, *actions))
+        found = engine.generate(41, 65, kv_hints=hint_envelope(*actions, message=message))
         return [(one["outcome"], one["blocks"]) for one in found.hints]
 
-    pin = envelope("1", {"do": "pin", "ttl_s": 600})
+    pin = hint_envelope({"do": "pin", "ttl_s": 600}, message="1")
     pinned = engine.generate(40, SHORT, kv_hints=pin)
     assert [one["outcome"] for one in pinned.hints] == ["accepted"]
     engine.stored("kept", before + 11)

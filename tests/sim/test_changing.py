@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from tests.kit.changing import ChangingWorld
 from tests.kit.knobs import Kind, Knobs
-from tests.kit.soak import OTHERS_WEIGHT, STEPS, TRACE_LINES, WEIGHTS, drawn_steps
+from tests.kit.soak import OTHERS_WEIGHT, STEPS, WEIGHTS, drawn_steps, take_steps
 
 STEPS_PER_WORLD = 120
 WORLDS = int(os.environ.get("KVLADDER_CHANGES", "12"))
@@ -22,20 +22,12 @@ def run_world(seed: int, kind: Kind) -> ChangingWorld:
     random = Random(seed)
     world = ChangingWorld(Knobs.draw(random).of(kind), seed)
     weights = [*WEIGHTS, OTHERS_WEIGHT if kind == "shared" else 0, 5, 12]
-    try:
-        for _ in range(STEPS_PER_WORLD):
-            kinds = [*STEPS.get(kind, drawn_steps)(world, random), world.change]
-            random.choices(kinds, weights)[0]()
-            world.check()
-            world.poll()
-            world.check()
-        world.end()
-    except BaseException as error:
-        last = "\n  ".join(world.trace[-TRACE_LINES:])
-        error.add_note(f"seed {seed}\n{world.knobs}\n  {last}")
-        with suppress(Exception):
-            world.dispose()
-        raise
+
+    def draw() -> Callable[[], None]:
+        kinds = [*STEPS.get(kind, drawn_steps)(world, random), world.change]
+        return random.choices(kinds, weights)[0]
+
+    take_steps(world, seed, STEPS_PER_WORLD, draw)
     return world
 
 

@@ -19,6 +19,7 @@ from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import Limits
+from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -35,17 +36,7 @@ def hex_of(keys: Sequence[BlockKey]) -> list[str]:
 
 
 def envelope(*actions: dict[str, Any], message: str = "m", version: str = "0.1") -> dict[str, Any]:
-    """Return an envelope; each action says its verb as ``do``, and its payload."""
-    made = [
-        {
-            "action_id": f"a{number}",
-            "action_type": action["do"],
-            "action_version": "1",
-            "payload": {name: value for name, value in action.items() if name != "do"},
-        }
-        for number, action in enumerate(actions)
-    ]
-    return {"protocol_version": version, "message_id": message, "actions": made}
+    return hint_envelope(*actions, message=message, version=version)
 
 
 def outcomes(results: Sequence[ActionResult]) -> list[str]:

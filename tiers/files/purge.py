@@ -69,12 +69,7 @@ class Eraser:
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[Remnant] = []
-        for place in places:
-            try:
-                self._read(place, 0, page)
-            except FileNotFoundError:  # this segment was never allocated
-                continue
-            block = self._told(page)
+        for place, block in self._headers(places, page):
             is_sure = sure is not None and bool(sure[place])
             start = 0
             if block is None:
@@ -100,15 +95,21 @@ class Eraser:
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[BlockKey] = []
+        for _, block in self._headers(places, page):
+            if block is not None and salt in {None, block.facts.salt}:
+                found.append(block.key)
+        return found
+
+    def _headers(
+        self, places: Iterable[int], page: memoryview
+    ) -> Iterator[tuple[int, LabelFields | None]]:
+        """Read the header at each place of an allocated segment into ``page``, and yield it."""
         for place in places:
             try:
                 self._read(place, 0, page)
             except FileNotFoundError:  # this segment was never allocated
                 continue
-            block = self._told(page)
-            if block is not None and salt in {None, block.facts.salt}:
-                found.append(block.key)
-        return found
+            yield place, self._told(page)
 
     def _told(self, page: memoryview) -> LabelFields | None:
         """Return the label in a header; None if it is damaged or of another namespace."""

@@ -21,6 +21,22 @@ TRIES_MAX: Final = 50
 """Largest number of searches for a prompt: host may have no room for blocks of low priority."""
 
 
+def hint_envelope(
+    *actions: Mapping[str, Any], message: str, version: str = "0.1"
+) -> dict[str, Any]:
+    """Return an envelope; each action says its verb as ``do``, and its payload."""
+    made = [
+        {
+            "action_id": f"a{number}",
+            "action_type": action["do"],
+            "action_version": "1",
+            "payload": {name: value for name, value in action.items() if name != "do"},
+        }
+        for number, action in enumerate(actions)
+    ]
+    return {"protocol_version": version, "message_id": message, "actions": made}
+
+
 class Served(NamedTuple):
     """What became of a request."""
 

@@ -15,7 +15,7 @@ from kvladder.hints import ActionResult
 from kvladder.hints.protocol import ACTIONS_MAX, OUTCOMES
 from kvladder.layout import align
 from kvladder.testing.engines.faults import Cold
-from kvladder.testing.engines.hinted import EVERY_S, HintedEngine, Served
+from kvladder.testing.engines.hinted import EVERY_S, HintedEngine, Served, hint_envelope
 
 MakeHinted = Callable[[Mapping[str, Any]], HintedEngine]
 COLD: Final = "suite-hints-cold"
@@ -148,17 +148,8 @@ class HintDriver:
     def envelope(self, *actions: Mapping[str, Any], message: str | None = None) -> dict[str, Any]:
         """Return an envelope; each action says its verb as ``do``, and its payload."""
         self._sent += 1
-        made = [
-            {
-                "action_id": f"a{number}",
-                "action_type": action["do"],
-                "action_version": "1",
-                "payload": {name: value for name, value in action.items() if name != "do"},
-            }
-            for number, action in enumerate(actions)
-        ]
         named = f"message {self._sent}" if message is None else message
-        return {"protocol_version": "0.1", "message_id": named, "actions": made}
+        return hint_envelope(*actions, message=named)
 
     def serve(self, number: int, *actions: Mapping[str, Any], salt: str = "") -> Served:
         """Serve a prompt, with these hints if there are any."""
