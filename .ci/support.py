@@ -135,7 +135,7 @@ def problems(row: dict[str, Any], tiers: dict[str, str]) -> Iterator[str]:
 
 def unrun(data: dict[str, Any], ran: str) -> Iterator[str]:
     """Yield the tests of cells "run in CI" that are not among those that ran."""
-    lines = [line.partition("\t")[2] for line in ran.splitlines()]
+    lines = [line.rpartition("\t")[2] for line in ran.splitlines()]
     times = Counter(line.partition("[")[0] for line in dict.fromkeys(lines))
     twice = Counter(line.partition("[")[0] for line, n in Counter(lines).items() if n > 1)
     for row in data["rows"]:
