@@ -33,7 +33,6 @@ from kvladder.tiers.ladder.batched import BatchedFetch as BatchedFetch
 from kvladder.tiers.ladder.batched import BatchedSave as BatchedSave
 from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.client import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
-from kvladder.tiers.ladder.commands import StackCommands
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import PrefetchSet as PrefetchSet
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
@@ -43,6 +42,7 @@ from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
 from kvladder.tiers.ladder.stack import Portal, TierStack
 from kvladder.tiers.ladder.upkeep.blocks import StackUpkeep
+from kvladder.tiers.ladder.upkeep.commands import StackCommands
 from kvladder.tiers.spans import LookupSpan as LookupSpan
 from kvladder.tiers.spans import TraceHeaders as TraceHeaders
 from kvladder.units import Size, counted

@@ -36,7 +36,7 @@ from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.fetch_cost import ANYTHING
 from kvladder.policy.tenants import NO_LIMITS
-from kvladder.tiers.ladder.commands import Moved
+from kvladder.tiers.ladder.upkeep.commands import Moved
 from kvladder.units import counted
 
 MESSAGES_MAX = 4096

@@ -23,7 +23,7 @@ from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.commands import StackCommands
+from kvladder.tiers.ladder.upkeep.commands import StackCommands
 from tests.stack.caches import cache_of, flushed
 
 PROMPT = SimCache.keys(*range(1, 7))

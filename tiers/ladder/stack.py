@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -28,31 +27,11 @@ from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.records.admission import AdmissionGate
 from kvladder.tiers.ladder.records.lineage import Lineage
 from kvladder.tiers.ladder.records.meta import BlockMeta
-from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST
-from kvladder.tiers.ladder.saves import StackSaves
+from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
+from kvladder.tiers.ladder.removing import StackRemovals
 from kvladder.tiers.ladder.saving import Saving
 
 T = TypeVar("T")
-
-RESET_STEPS = 16
-"""Steps of a reset that its caller takes; the loop thread takes the others."""
-
-
-MISSED_MAX = 1 << 16
-"""Most removals that are remembered for a detached level; with more, it has to forget all."""
-TOO_MANY = b"too many"
-"""Stands for more removals than that; no key has its length, and no digest of a salt is text."""
-
-
-def note_missed(
-    missed: set[BlockKey | bytes | None], removed: Iterable[BlockKey | bytes | None]
-) -> None:
-    """Add removals to those that a detached level misses; None stands for everything."""
-    if TOO_MANY not in missed:
-        missed.update(removed)
-    if len(missed) > MISSED_MAX:
-        missed.clear()
-        missed.add(TOO_MANY)
 
 
 class Post(Protocol):
@@ -83,7 +62,7 @@ class Portal(Protocol):
         ...
 
 
-class TierStack(StackSaves):
+class TierStack(StackRemovals):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
     One lock guards all bookkeeping; it is never held across an await or an I/O call. Calls with
@@ -109,9 +88,7 @@ class TierStack(StackSaves):
         self.levels = [self.make_level(spec) for spec in levels]
         self.host = HostLevel(host, shared, self.levels)
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
-        self.away: dict[str, set[BlockKey | bytes | None]] = {}
-        """Removals since levels were detached, by the identity of their media: keys, salts, or None
-        for everything."""
+        self.away = {}
         self._join()
         for lifecycle in self._lifecycles:
             if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned
@@ -122,7 +99,6 @@ class TierStack(StackSaves):
         self.lineage: Lineage | None = None
         """Parents and times of saved blocks; None if no purge by prefix or age may be asked."""
         self._scheduled = False
-        self._resetting: Generator[object] | None = None
         self._closed = False
         self.worth = worth or FetchCostModel()
         self.loader = Loader(
@@ -265,62 +241,6 @@ class TierStack(StackSaves):
 
     # ---- everything else
 
-    def remove(self, keys: Sequence[BlockKey], *, for_all: bool = True) -> None:
-        """Forget these blocks, in shared tiers ``for_all``; no transfer brings one back."""
-        unique = list(dict.fromkeys(keys))
-        for start in range(0, len(unique), STEP):
-            part = unique[start : start + STEP]
-            with self.lock:
-                self._saving.discard(part)
-                self.loader.recall(part)
-                self.host.remove(part)
-                for level in self.levels:
-                    (level.remove if for_all else level.discard)(part)
-                for missed in self.away.values() if for_all else ():
-                    note_missed(missed, part)
-
-    def clear(self, *, erase: bool = False) -> Iterator[object]:
-        """Forget every block; ``erase`` has tiers overwrite what they keep.
-
-        Works in steps, as ``purge`` does: nothing is stored until the iteration is over or closed.
-        """
-        return self._forget(self.levels, None, erase=erase)
-
-    def purge(
-        self, salt: bytes | None, levels: Sequence[Level] | None = None
-    ) -> Generator[dict[str, int]]:
-        """Forget every block of a salt, None for all, in host and ``levels`` (None: in all).
-
-        Yields after each step how many are gone by level so far. Nothing of this salt is stored
-        until the iteration is over or closed. No step holds the lock for long. Any thread may take
-        steps.
-        """
-        return self._forget(self.levels if levels is None else levels, salt, erase=True)
-
-    def purge_keys(
-        self, keys: Sequence[BlockKey], levels: Sequence[Level] | None = None
-    ) -> Generator[dict[str, int]]:
-        """Forget these blocks, each named once, like ``purge``; tiers overwrite what they keep.
-
-        A block that is stored after the step that removes it is new and stays.
-        """
-        below = self.levels if levels is None else levels
-        counts = {self.host.name: 0, **{level.name: 0 for level in below}}
-        for start in range(0, len(keys), STEP):
-            part = keys[start : start + STEP]
-            with self.lock:
-                self._saving.discard(part)
-                self.loader.recall(part)
-                counts[self.host.name] += self.host.remove(part)
-                for level in below:
-                    counts[level.name] += level.remove(part)
-            yield dict(counts)
-        with self.lock:
-            for level in below:
-                if level.tier.erases:
-                    level.purge(None)  # overwrites only what was forgotten
-        yield counts
-
     def note(
         self,
         keys: Sequence[BlockKey],
@@ -332,133 +252,6 @@ class TierStack(StackSaves):
         """See ``Lineage.note``; without a lineage, do nothing."""
         if self.lineage is not None:
             self.lineage.note(keys, saved, parent, self.shared.clock.wall(), links=links)
-
-    @contextmanager
-    def storing_nothing(self) -> Generator[None]:
-        """Take no block into any level while the context lasts, so that none moves unseen."""
-        with self.lock:
-            self.shared.purging[EVERYTHING] += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.shared.purging[EVERYTHING] -= 1
-                if not self.shared.purging[EVERYTHING]:
-                    del self.shared.purging[EVERYTHING]
-
-    def every_block(self) -> Iterator[tuple[list[BlockKey], list[bytes | None]]]:
-        """Yield every block that is here or under way, in steps, with its salt, None if unknown.
-
-        A block may come several times. One that moves meanwhile may be missed: see
-        ``storing_nothing``.
-        """
-        with self.lock:
-            coming = [*self._saving, *self.loader.arrivals]
-            for level in self.levels:
-                coming += level.coming()
-        for start in range(0, len(coming), STEP):
-            part = coming[start : start + STEP]
-            yield part, [None] * len(part)
-        for each in self._all_levels:
-            start = 0
-            while start < each.index.places:
-                with self.lock:
-                    keys = each.index.held(start, start + STEP)
-                    salts = each.index.salts(start, start + STEP)
-                start += STEP
-                if keys:
-                    yield keys, salts
-
-    def reset(self) -> None:
-        """Forget what no other engine has: blocks of the host level and of private tiers.
-
-        Returns at once, however many there are. Nothing is stored while ``resetting`` is true.
-        Shared tiers keep what they have.
-        """
-        with self.lock:
-            if self._resetting is not None:
-                return
-            private = [level for level in self.levels if not level.tier.shared]
-            self._resetting = self._forget(private, None, erase=False)
-        self._reset_on(RESET_STEPS)
-
-    @property
-    def resetting(self) -> bool:
-        """True while a reset is in progress."""
-        return self._resetting is not None
-
-    def _reset_on(self, steps: int = 1) -> None:
-        resetting = self._resetting
-        if resetting is None:
-            return
-        for _ in range(steps):
-            if self._closed or next(resetting, self) is self:
-                resetting.close()
-                self._resetting = None
-                return
-        self._post(self._reset_on)
-
-    def _forget(
-        self, levels: Sequence[Level], salt: bytes | None, *, erase: bool
-    ) -> Generator[dict[str, int]]:
-        """Forget host's and these levels' blocks of a salt, None for all, in steps.
-
-        Meanwhile no level takes a block of the salt, so none that moves between levels can be
-        missed. Shared tiers are purged, also of what others put. Yields after each step how many
-        are gone by level.
-        """
-        refused = EVERYTHING if salt is None else salt
-        levels = [*levels]  # others may be attached meanwhile: ``purging`` is what they look at
-        all_levels: Sequence[HostLevel | Level] = (self.host, *levels)
-        counts = {level.name: 0 for level in all_levels}
-        with self.lock:
-            self.shared.purging[refused] += 1
-            for missed in self.away.values():
-                note_missed(missed, [salt])
-            for lower in levels:
-                lower.purges.condemn(salt)
-                if lower.tier.shared:
-                    lower.purge(salt)
-        try:
-            for _ in self._recall(levels, salt):
-                yield dict(counts)
-            for level in all_levels:
-                start = 0
-                while start < level.index.places:
-                    with self.lock:
-                        held, start = level.index.salted(salt, start)
-                        counts[level.name] += level.remove(held)
-                    yield dict(counts)
-            yield counts
-        finally:
-            for _ in self._recall(levels, salt):  # reads that began meanwhile
-                pass
-            with self.lock:
-                for level in levels:
-                    if erase and level.tier.erases:
-                        level.purge(salt)
-                self.shared.purging[refused] -= 1
-                if not self.shared.purging[refused]:
-                    del self.shared.purging[refused]
-
-    def _recall(self, levels: Sequence[Level], salt: bytes | None) -> Iterator[None]:
-        """Cancel all transfers under way of a salt, None for any, in steps."""
-        with self.lock:
-            self.loader.prober.void()
-            coming = list(self._saving)
-        with self.lock:
-            coming += self.loader.arrivals
-        for level in levels:
-            with self.lock:
-                coming += level.coming()
-        for start in range(0, len(coming), STEP):
-            part = coming[start : start + STEP]
-            with self.lock:
-                self._saving.discard(part, salt)
-                self.loader.recall(part, salt)
-                for level in levels:
-                    level.recall(part, salt)
-            yield
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Make these blocks the most recently used in every level, the head most of all."""

@@ -14,7 +14,8 @@ from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.records.terms import EVERYTHING
-from kvladder.tiers.ladder.stack import MISSED_MAX, TOO_MANY, TierStack, note_missed
+from kvladder.tiers.ladder.removing import MISSED_MAX, TOO_MANY, note_missed
+from kvladder.tiers.ladder.stack import TierStack
 
 
 class LevelAttacher:
