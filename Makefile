@@ -4,7 +4,7 @@ PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
-# Only these are collected where vLLM starts: each worker would import what all the others need.
+# Only these, and tests/sglang, are collected where engines start: each worker would import what all the others need.
 STARTS_VLLM := tests/vllm tests/connectors/test_vllm_events.py
 # Or each process compiles our modules again, and each worker of pytest rewrites all the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,10 +21,9 @@ quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, an
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
 	$(PYTEST) $(MORE) 8 -m "not vllm and not sglang"
-	$(PYTEST) $(MANY) 2 -m "vllm and not alone" $(STARTS_VLLM)
+	$(PYTEST) $(MANY) 2 -m "sglang or vllm and not alone" tests/sglang $(STARTS_VLLM)
 	$(PYTEST) -m "vllm and alone" $(STARTS_VLLM)
 	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(MANY) 2 -m versions tests/connectors tests/vllm
-	$(PYTEST) $(MANY) 2 -m sglang tests/sglang
 else
 	$(PYTEST) $(ARGS)
 endif

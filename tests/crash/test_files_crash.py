@@ -33,11 +33,14 @@ async def live(machine: Machine, *, verify: bool = True, tries: int = 1) -> None
     await tier.aclose()
 
 
-def before(disk: FakeDisk) -> None:
-    """Another namespace was here first, and is in the way now."""
+@pytest.fixture(scope="module")
+def used() -> FakeDisk:
+    """A disk on which another namespace was first, and is in the way now; to be copied."""
+    disk = new_disk()
     machine = Machine(disk, salt="another")
     sim_run(live(machine))
     machine.close()
+    return disk
 
 
 class CodedMachine(Machine):
@@ -56,10 +59,11 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_files_survive_a_power_loss_at_every_call(mode: Mode, kind: type[Machine]) -> None:
+def test_files_survive_a_power_loss_at_every_call(
+    mode: Mode, kind: type[Machine], used: FakeDisk
+) -> None:
     for number in count(1):
-        disk = new_disk(seed=number)
-        before(disk)
+        disk = used.copied(seed=number)
         machine = kind(disk)
         cut = disk.cuts(number, partial(sim_run, live(machine)))
         disk.crash(mode)
@@ -71,10 +75,11 @@ def test_files_survive_a_power_loss_at_every_call(mode: Mode, kind: type[Machine
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-def test_files_survive_one_failure_of_every_call(code: int, kind: type[Machine]) -> None:
+def test_files_survive_one_failure_of_every_call(
+    code: int, kind: type[Machine], used: FakeDisk
+) -> None:
     for number in count(1):
-        disk = new_disk()
-        before(disk)
+        disk = used.copied(seed=0)
         machine = kind(disk)
         disk.fail_at = disk.calls + number
         disk.fail_errno = code

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -60,8 +61,15 @@ class _Change(NamedTuple):
     """The name that a renamed file had before."""
 
 
-_DIRECTORY = _File()
-_LINK = _File()
+class _Kind(_File):
+    """What a name is that is not a file: only these two, also on a copied disk."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Kind:
+        return self
+
+
+_DIRECTORY = _Kind()
+_LINK = _Kind()
 
 
 class FakeDisk(Disk):
@@ -114,6 +122,12 @@ class FakeDisk(Disk):
         """Owners of files that belong to other users."""
         self.modes: dict[Path, int] = {}
         """Permissions of files that others than this user may use."""
+
+    def copied(self, seed: int) -> FakeDisk:
+        """Return a disk with the same content that has its own life from now on."""
+        copy = deepcopy(self)
+        copy._random = Random(seed)
+        return copy
 
     # ---- faults
 

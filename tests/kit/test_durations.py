@@ -19,7 +19,7 @@ def test_each_test_that_ran_is_recorded_once_and_after_those_before(
         "@pytest.fixture\ndef slow(): time.sleep(0.2)\n"
         "def test_fast(): pass\ndef test_slow(slow): time.sleep(0.3)\n"
         "def test_busy():\n"
-        "    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+        "    end = time.process_time() + 0.4\n    while time.process_time() < end: pass\n"
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
     file = pytester.path / "durations.tsv"
