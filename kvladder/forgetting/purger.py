@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -16,6 +14,7 @@ import numpy as np
 from kvladder.errors import ConfigError, KvladderError, Unavailable
 from kvladder.forgetting.check import Check, check_levels
 from kvladder.forgetting.ledger import PurgeLedger
+from kvladder.forgetting.owed import OpenPurge, receipt_id, why_owed
 from kvladder.forgetting.receipt import LevelResult, Receipt, seconds, timestamp
 from kvladder.forgetting.scope import PurgeScope
 from kvladder.keys import BlockKey, salt_digest
@@ -41,24 +40,16 @@ BEYOND: Final = (
     "levels of other engines in their own memory and files: each has its own receipt",
 )
 BEYOND_PREFIX: Final = "blocks in shared levels that this deployment neither saved nor found there"
+UNLISTED: Final = (
+    "level {} owes the blocks that this engine does not know by name, as its tier cannot list them:"
+    " repeat the purge at each of its servers and peers"
+)
+DETACHED: Final = "it is detached: attach it again, or purge its medium at rest"
+ABSENT: Final = "the deployment has no level of this name now"
 
 
 class WrongScope(KvladderError, ValueError):
     """A purge names something that is not there, or that this engine cannot name."""
-
-
-@dataclass
-class _Open:
-    """A purge that a level still owes."""
-
-    receipt: Receipt
-    erased: Mapping[str, int]
-    """Blocks that each tier had purged before."""
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)
-    is_new: bool = True
-    """True until its counts are in the ledger."""
-    doubts: dict[str, Level] = field(default_factory=dict[str, Level])
-    """Shared levels that were not asked yet which of these blocks they have."""
 
 
 class Purger:
@@ -68,7 +59,8 @@ class Purger:
     ``purge`` has removed its blocks, long before it returns, is new and stays. While blocks are
     removed, none of the scope is stored; of a prefix or an age, no block at all. A level that owes
     a purge of a salt pays before it stores anything new if it is shared. If a process dies with a
-    purge owed, the next one repeats the purge in the levels that owe it, before it serves.
+    purge owed, the next one repeats the purge in the levels that owe it, before it serves. So does
+    a level that is detached and attached again.
 
     Parameters
     ----------
@@ -107,7 +99,12 @@ class Purger:
         self._clock = stack.shared.clock
         self._turn = asyncio.Lock()
         self._looking = asyncio.Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenPurge] = {}
+        self._begun: list[OpenPurge] = []
+        """Purges whose blocks are being removed."""
+        self._detached: dict[str, LevelResult] = {}
+        """Detached levels whose media keep their blocks, by the identity of the medium."""
+        stack.debts = self
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -146,7 +143,7 @@ class Purger:
         self._keep()
         return one.receipt
 
-    async def _begin(self, scope: PurgeScope) -> _Open:
+    async def _begin(self, scope: PurgeScope) -> OpenPurge:
         """Write the receipt, then remove the blocks from host and the indexes of all levels."""
         stack, asked_s = self._stack, self._clock.wall()
         digest = b"" if scope.salt is None else self._digest(scope.salt)
@@ -164,12 +161,12 @@ class Purger:
             mark=self._lineage.mark,
             scope=told,
             salt_digest=digest.hex(),
-            levels=[self._result(stack.host), *map(self._result, stack.levels)],
+            levels=[self._result(stack.host), *self._results(), *self._results_away()],
             beyond=[*BEYOND],
         )
         with ExitStack() as pausing:
             if scope.kind in BY_LINEAGE:
-                receipt.beyond.append(BEYOND_PREFIX)
+                receipt.beyond += [BEYOND_PREFIX, *self._unlisted()]
                 judge = await self._run(partial(self._judge, receipt))
                 pausing.enter_context(stack.storing_nothing())
                 self._filter(receipt, stack.levels)
@@ -256,6 +253,31 @@ class Purger:
         shared = isinstance(level, Level) and level.tier.shared
         return LevelResult(name=level.name, type=self._types.get(level.name, ""), shared=shared)
 
+    def _away(self) -> list[tuple[str, str]]:
+        """Return names for receipts of detached levels, and their media."""
+        names = {self._stack.host.name, *(level.name for level in self._stack.levels)}
+        found: list[tuple[str, str]] = []
+        for medium, one in self._detached.items():
+            name = one.name
+            while name in names:  # another level has the name by now
+                name += " (detached)"
+            names.add(name)
+            found.append((name, medium))
+        return found
+
+    def _results(self) -> list[LevelResult]:
+        return [self._result(level) for level in self._stack.levels]
+
+    def _results_away(self) -> list[LevelResult]:
+        """Return a result for each detached level whose medium keeps its blocks."""
+        away = [(name, self._detached[medium]) for name, medium in self._away()]
+        return [LevelResult(name=name, type=one.type, shared=one.shared) for name, one in away]
+
+    def _unlisted(self) -> list[str]:
+        """Return a sentence for each shared level whose tier cannot list its blocks."""
+        levels = [level for level in self._stack.levels if level.tier.shared]
+        return [UNLISTED.format(level.name) for level in levels if not level.tier.surveys]
+
     def _session(self, name: str) -> tuple[list[BlockKey], bytes]:
         try:
             keys, salt = self._manager.sessions.blocks(name)
@@ -307,18 +329,18 @@ class Purger:
         receipt: Receipt,
         keys: Sequence[BlockKey],
         levels: Sequence[Level],
-    ) -> _Open:
+    ) -> OpenPurge:
         """Remove the blocks of a receipt from host and ``levels``; the tiers follow.
 
         Shared levels are not asked for blocks that others put there until they were looked at.
         """
-        one, gone = _Open(receipt, self._erased()), dict[str, int]()
-        if receipt.scope["kind"] in BY_LINEAGE:
-            with self._stack.lock:
-                for level in levels:
-                    if level.tier.shared and level.tier.surveys:
-                        level.purges.doubts += 1
-                        one.doubts[level.name] = level
+        by_name = {level.name: level for level in levels}
+        with self._stack.lock:
+            erased = {level.name: level.stats.purged for level in levels}
+        one, gone = OpenPurge(receipt, by_name, erased), dict[str, int]()
+        one.media = {name: medium for name, medium in self._away() if name not in by_name}
+        self._begun.append(one)
+        self._doubt(one, by_name)
         kind, digest = receipt.scope["kind"], bytes.fromhex(receipt.salt_digest)
         if kind in {"salt", "all"}:
             steps = self._stack.purge(digest if kind == "salt" else None, levels)
@@ -331,15 +353,22 @@ class Purger:
                     await asyncio.sleep(0)
         finally:
             steps.close()  # nothing is refused any more
+            self._begun.remove(one)
         for result in receipt.levels:  # those of an earlier process may have come back
             result.blocks = max(result.blocks, gone.get(result.name, 0))
             result.bytes = result.blocks * self._manager.layout.block_bytes
         self._open[receipt.id] = one
         return one
 
-    def _erased(self) -> dict[str, int]:
+    def _doubt(self, one: OpenPurge, levels: Mapping[str, Level]) -> None:
+        """Have shared levels not asked for blocks of others until they were looked through."""
+        if one.receipt.scope["kind"] not in BY_LINEAGE:
+            return
         with self._stack.lock:
-            return {level.name: level.stats.purged for level in self._stack.levels}
+            for name, level in levels.items():
+                if level.tier.shared and level.tier.surveys:
+                    level.purges.doubts += 1
+                    one.doubts[name] = level
 
     # ---- what levels owe
 
@@ -381,16 +410,17 @@ class Purger:
         """Ask shared levels that were not asked yet, note which levels are done, and keep that."""
         async with self._looking:
             for one in [*self._open.values()]:
-                for level in [*one.doubts.values()]:
-                    await self._survey(one, level)
+                for name in [*one.doubts]:
+                    await self._survey(one, name)
                 await self._settle(one)
 
-    async def _survey(self, one: _Open, level: Level) -> None:
+    async def _survey(self, one: OpenPurge, name: str) -> None:
         """Remove the blocks of a scope that a shared level has, as its tier tells them.
 
         Blocks that this deployment did not save stay if it does not know whether they belong to it.
         """
-        if not level.client.open("contains"):
+        level = one.doubts.get(name)
+        if level is None or not level.client.open("contains"):
             return
         receipt = one.receipt
         judge = await self._run(partial(self._judge, receipt))
@@ -419,17 +449,19 @@ class Purger:
             with self._stack.lock:
                 level.remove(keys[start : start + STEP])
             await asyncio.sleep(0)
+        if one.doubts.get(name) is not level:  # it was detached meanwhile
+            return
         with self._stack.lock:
             level.purges.doubts -= 1
-        del one.doubts[level.name]
+        del one.doubts[name]
         for result in receipt.levels:
-            if result.name == level.name:
+            if result.name == name:
                 result.unknown = unknown
                 result.blocks = max(result.blocks, len(keys))
                 result.bytes = result.blocks * self._manager.layout.block_bytes
         self._stack.wake()
 
-    async def _settle(self, one: _Open) -> None:
+    async def _settle(self, one: OpenPurge) -> None:
         """Note which levels are done with a purge, and keep that in the ledger."""
         one.is_new = self._note(one) or one.is_new
         if not one.is_new:
@@ -445,24 +477,23 @@ class Purger:
             self._open.pop(one.receipt.id, None)
             one.is_done.set()
 
-    def _note(self, one: _Open) -> bool:
+    def _note(self, one: OpenPurge) -> bool:
         """Update the receipt of a purge; return whether it changed."""
         size, now, changed = self._manager.layout.block_bytes, "", False
-        erased, levels = self._erased(), {level.name: level for level in self._stack.levels}
         for result in one.receipt.owed:
-            level = levels.get(result.name)
-            if result.name == self._stack.host.name:
+            level, erased = one.levels.get(result.name), 0
+            if result.name == self._stack.host.name or result.name in one.paid:
                 why = ""
             elif level is None:
-                why = "the deployment has no level of this name now"
+                why = DETACHED if result.name in one.media else ABSENT
             else:
                 with self._stack.lock:
-                    why = _reason(level)
+                    why, erased = why_owed(level), level.stats.purged
             if why:
                 changed, result.why = changed or why != result.why, why
                 continue
             now = now or timestamp(self._clock.wall())
-            purged = erased.get(result.name, 0) - one.erased.get(result.name, 0)
+            purged = erased - one.erased.get(result.name, 0)
             if result.shared:
                 result.blocks = max(result.blocks, purged)
                 result.bytes = result.blocks * size
@@ -470,6 +501,59 @@ class Purger:
                 result.erased = max(result.erased, purged)
             result.state, result.why, result.done_at, changed = "done", "", now, True
         return changed
+
+    # ---- levels that are detached and attached
+
+    def departed(self, level: Level, medium: str) -> None:
+        """Note what a level still owes that has left the stack; its tier closes afterwards."""
+        with self._stack.lock:
+            is_done = not why_owed(level)
+        if level.outlives:
+            self._detached[medium] = self._result(level)
+        for one in (*self._open.values(), *self._begun):
+            for name in [name for name, own in one.levels.items() if own is level]:
+                del one.levels[name]
+                one.doubts.pop(name, None)
+                if not level.outlives or (is_done and one not in self._begun):
+                    one.paid.add(name)
+                else:
+                    one.media[name] = medium
+
+    async def arriving(self, level: Level, medium: str) -> None:
+        """Have a level forget what its medium, or the level of its name, owes; it opens afterwards.
+
+        Raises
+        ------
+        ConfigError
+            The blocks of a receipt cannot be read.
+        """
+        self._detached.pop(medium, None)
+        for one in (*self._open.values(), *self._begun):
+            for result in one.receipt.owed:
+                own = level.name if result.name not in one.levels else None
+                if one.media.get(result.name, medium if result.name == own else None) == medium:
+                    await self._claim(one, result.name, level)
+
+    async def _claim(self, one: OpenPurge, name: str, level: Level) -> None:
+        """Repeat a purge in a level that is not open yet."""
+        receipt = one.receipt
+        keys = await self._run(partial(self.ledger.keys, receipt))
+        if receipt.scope["kind"] in BY_LINEAGE:
+            self._filter(receipt, [level])
+        self._doubt(one, {name: level})
+        digest = None if receipt.scope["kind"] == "all" else bytes.fromhex(receipt.salt_digest)
+        is_whole = receipt.scope["kind"] in {"salt", "all"}
+        for start in range(0, len(keys), STEP):
+            with self._stack.lock:
+                level.remove(keys[start : start + STEP])
+        with self._stack.lock:
+            if is_whole:
+                level.purges.condemn(digest)
+            if level.tier.erases or (is_whole and level.tier.shared):
+                level.purge(digest if is_whole else None)
+            one.erased[name] = level.stats.purged
+        one.levels[name] = level
+        one.media.pop(name, None)
 
     async def check(self, receipt: Receipt) -> Check:
         """Check a receipt: its signature, and whether a level has what it says is gone."""
@@ -502,18 +586,3 @@ class Purger:
         if self._stack.lineage is not None:
             self._stack.lineage.close()
         self.ledger.close()
-
-
-def _reason(level: Level) -> str:
-    """Return why a level still owes a purge; empty if it is done. With the lock held."""
-    if level.client.absent:
-        return f"left out: {level.client.why or 'it is not open'}"
-    if not level.removals:
-        return ""
-    state = level.client.states["remove"]
-    return "in progress" if state == "closed" else f"calls to remove fail: breaker {state}"
-
-
-def receipt_id(wall_s: float) -> str:
-    """Return a new id; ids are in the order of their times."""
-    return timestamp(wall_s)[:19].replace("-", "").replace(":", "") + f"-{secrets.token_hex(4)}"

@@ -62,6 +62,21 @@ class Portal(Protocol):
         ...
 
 
+class Debts(Protocol):
+    """Keeps what purges owe of a level that is detached and attached while the cache serves.
+
+    ``medium`` is the identity of what the level stores its blocks on.
+    """
+
+    async def arriving(self, level: Level, medium: str) -> None:
+        """Have a level forget what it owes; it has joined the stack, and opens afterwards."""
+        ...
+
+    def departed(self, level: Level, medium: str) -> None:
+        """Note what a level still owes that has left the stack; its tier closes afterwards."""
+        ...
+
+
 class TierStack(StackRemovals):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
@@ -89,6 +104,8 @@ class TierStack(StackRemovals):
         self.host = HostLevel(host, shared, self.levels)
         self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
         self.away = {}
+        self.debts: Debts | None = None
+        """Keeps what purges owe; None if no receipts are configured."""
         self._join()
         for lifecycle in self._lifecycles:
             if lifecycle.level.tier.durable:  # the first one keeps what host's policy has learned

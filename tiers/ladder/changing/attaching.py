@@ -59,6 +59,8 @@ class LevelAttacher:
             others = [*stack.lifecycles]
             stack.rejoin([*others[:position], lifecycle, *others[position:]])
         try:
+            if stack.debts is not None:
+                await stack.debts.arriving(level, identity)
             await lifecycle.open(self._layout, self._namespace, self._threads)
         except BaseException:
             await asyncio.shield(self.detach(lifecycle, identity, flush_s=0.0, missed=missed))
@@ -94,6 +96,8 @@ class LevelAttacher:
     async def _end(self, lifecycle: LevelLifecycle, identity: str) -> None:
         """Close the tier of a level that left the stack, and forget its blocks."""
         stack, level = self._stack, lifecycle.level
+        if stack.debts is not None:
+            stack.debts.departed(level, identity)
         await lifecycle.aclose()
         with stack.lock:
             if identity in stack.away:  # a later ``attach`` does what is left to do
