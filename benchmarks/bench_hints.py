@@ -17,6 +17,7 @@ from benchmarks.row import Row
 from kvladder.hints import HintExecutor
 from kvladder.hints.executor import OwnRequest
 from kvladder.keys import salt_digest
+from kvladder.tiers.ladder.upkeep.commands import Ranking
 
 ACTIONS: Final = 16
 """Number of actions in an envelope."""
@@ -40,9 +41,11 @@ def best_us(run: Callable[[int], object], calls: int) -> float:
 
 
 def envelope(number: int, message: int) -> dict[str, Any]:
-    """Return an envelope that pins the request's own blocks, again and again."""
-    action = {"action_type": "pin", "action_version": "1", "payload": {"ttl_s": 60.0}}
-    actions = [{"action_id": f"{n}", **action} for n in range(ACTIONS)]
+    """Return an envelope that pins the request's own blocks, again and again, for other times."""
+    action = {"action_type": "pin", "action_version": "1"}
+    actions = [
+        {"action_id": f"{n}", **action, "payload": {"ttl_s": 60.0 + n}} for n in range(ACTIONS)
+    ]
     return {"protocol_version": "0.1", "message_id": f"{number} {message}", "actions": actions}
 
 
@@ -65,7 +68,7 @@ def rows() -> Iterator[Row]:
 
             def rank(_: int, keys: Any = keys) -> None:
                 for n in range(ENVELOPES * ACTIONS):
-                    cache.commands.rank(keys, salt, priority=100, until_s=1e9 + n, is_prefix=True)
+                    cache.commands.rank([Ranking(keys, salt, 100, 1e9 + n, is_prefix=True)])
 
             limit = best_us(rank, ENVELOPES * ACTIONS)
             ours = best_us(hint, ENVELOPES * ACTIONS)

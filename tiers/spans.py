@@ -99,6 +99,14 @@ class LookupSpan(Protocol):
         ...
 
 
+class HintsSpan(Protocol):
+    """What one envelope of hints asks."""
+
+    def ended(self, verbs: Sequence[str], outcomes: Sequence[str], blocks: int) -> None:
+        """End it: verb and outcome of each action, and the blocks for which they were done."""
+        ...
+
+
 class Tracer(Protocol):
     """Begins spans; None stands for a trace that is not sampled.
 
@@ -115,6 +123,10 @@ class Tracer(Protocol):
 
     def save(self, trace: TraceHeaders | None, blocks: int) -> SaveSpan | None:
         """Begin a save of this number of blocks."""
+        ...
+
+    def hints(self, trace: TraceHeaders | None) -> HintsSpan | None:
+        """Begin to act on an envelope of hints."""
         ...
 
     def read(self, spans: Sequence[FetchSpan], read: TierRead) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, Final
@@ -16,8 +16,11 @@ SHARE: Final = 0.1
 """Largest part of a core that hints take, on average."""
 BURST_S: Final = 1.0
 """Processor seconds that hints may take at once after a pause."""
-Apply = Callable[[bytes], Sequence[Any]]
-"""Does what an envelope asks; returns a named tuple for each action, or raises ValueError."""
+Apply = Callable[[bytes, Mapping[str, str]], Sequence[Any]]
+"""Does what an envelope asks that came with these headers.
+
+Returns a named tuple for each action, or raises ValueError.
+"""
 
 
 class Allowance:
@@ -68,7 +71,7 @@ class HintAnswers:
             return refusal(429, why, ("Retry-After", str(after_s)))
         with self._allowance.spending():
             try:
-                results = self._apply(request.body)
+                results = self._apply(request.body, request.headers)
             except ValueError as error:
                 return refusal(400, str(error))
             return as_json({"hints": [result._asdict() for result in results]})

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from kvladder.hints.outcomes import (
+    UNKNOWN,
+    end_s,
+    end_span,
+    outcome,
+    ranked,
+    rejected,
+    verb_of,
+)
+from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
-    VERBS,
     VERSIONS,
+    Action,
     ActionResult,
     DemoteHint,
-    HintAction,
-    HintsEnvelope,
+    Envelope,
     Order,
     Outcome,
     PinHint,
@@ -33,10 +41,11 @@ from kvladder.hints.protocol import (
 )
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager, Fetch
-from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.fetch_cost import ANYTHING
 from kvladder.policy.tenants import NO_LIMITS
-from kvladder.tiers.ladder.upkeep.commands import Moved
+from kvladder.tiers.ladder.upkeep.commands import Moved, Ranking
+from kvladder.tiers.spans import HintsSpan, TraceHeaders
 from kvladder.units import counted
 
 MESSAGES_MAX = 4096
@@ -51,8 +60,6 @@ OUT = "out"
 """Name of no level: where demoted blocks are forgotten."""
 POLL_S = 0.02
 """Time between two looks at fetches in flight."""
-RETRY_MIN_S, RETRY_MAX_S = 0.01, 1.0
-"""Time between two attempts about a finished request's blocks: doubled after each."""
 Move: TypeAlias = DemoteHint | ShareHint
 NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]]
 """Returns the keys of the whole blocks of tokens under a salt, by group of layers.
@@ -70,53 +77,15 @@ class OwnRequest(NamedTuple):
     salt: str = ""
 
 
+_NONE: Final = OwnRequest()
+
+
 class _Applied(NamedTuple):
     """A message that was applied."""
 
     content: int
     """Hash of its actions."""
     results: list[ActionResult]
-
-
-class _Scoped(NamedTuple):
-    """Blocks that an action is about."""
-
-    runs: Sequence[Sequence[BlockKey]]
-    """Prefixes, one for each group of layers; or one list of keys."""
-    salt: str
-    is_prefix: bool
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        return [key for run in self.runs for key in run]
-
-
-@dataclass(slots=True)
-class _Later:
-    """An action about blocks of a finished request, some of them not saved yet."""
-
-    order: Order
-    keys: Sequence[BlockKey]
-    """Those for which it is not done yet."""
-    salt: bytes
-    until_s: float
-    """Loop time at which it is given up."""
-    again_s: float
-    """Loop time of the next attempt."""
-    since_s: float
-    """Loop time at which the request finished."""
-    wait_s: float = RETRY_MIN_S
-
-
-@dataclass(slots=True, eq=False)
-class _Fetching:
-    """A fetch for a hint, and what to do with the blocks once it is done."""
-
-    message: tuple[str, str]
-    begin: Callable[[], Fetch]
-    then: Callable[[], object] | None
-    is_begun: bool = False
-    fetch: Fetch | None = None
 
 
 class HintExecutor:
@@ -132,8 +101,8 @@ class HintExecutor:
         self._commands = manager.commands
         self._lock = Lock()
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
-        self._fetching: list[_Fetching] = []
-        self._later: deque[_Later] = deque(maxlen=WAITING_MAX)
+        self._fetching: list[Fetching] = []
+        self._later: deque[Later] = deque(maxlen=WAITING_MAX)
         self._later_s = inf
         """Loop time at which the first of these is tried again."""
         self._counts: Counter[tuple[str, Outcome]] = Counter()
@@ -170,29 +139,65 @@ class HintExecutor:
             return counts | {"in_flight": sum(one.fetch is not None for one in self._fetching)}
 
     def apply(
-        self, hints: object, *, request: OwnRequest | None = None, caller: str = ""
+        self,
+        hints: object,
+        *,
+        request: OwnRequest | None = None,
+        caller: str = "",
+        trace: TraceHeaders | None = None,
     ) -> list[ActionResult]:
         """Do what an envelope asks, as far as it may be done; return an outcome for each action.
 
         Never raises for what an envelope contains. A message of the same ``caller`` that was
         applied before is not applied again: its results are returned. ``caller`` is the tenant that
-        sends it; ids of different callers never meet.
+        sends it; ids of different callers never meet. ``trace`` has the headers of its trace.
         """
         try:
-            return self.obey(hints, request=request, caller=caller)
+            return self.obey(hints, request=request, caller=caller, trace=trace)
         except RefusedHint as error:
             return [ActionResult("", "rejected", str(error))]
 
     def obey(
-        self, hints: object, *, request: OwnRequest | None = None, caller: str = ""
+        self,
+        hints: object,
+        *,
+        request: OwnRequest | None = None,
+        caller: str = "",
+        trace: TraceHeaders | None = None,
     ) -> list[ActionResult]:
         """Do as ``apply``, but raise ``RefusedHint`` for what is not an envelope at all."""
+        span = self.span(trace)
         try:
             envelope = read(hints)
-            content = content_of(envelope.actions)
+            results = self.act(envelope, request=request, caller=caller)
         except RefusedHint as error:
-            self._count("", ActionResult("", "rejected", str(error)))
+            self.refused(error)
+            if span is not None:
+                span.ended([UNKNOWN], ["rejected"], 0)
             raise
+        if span is not None:
+            end_span(span, envelope.actions, results)
+        return results
+
+    def span(self, trace: TraceHeaders | None) -> HintsSpan | None:
+        """Begin a span for an envelope; None if the cache is not traced, or the trace not sampled.
+
+        ``trace`` are the headers that it continues; without any it begins a trace.
+        """
+        return tracer.hints(trace) if (tracer := self._manager.tracer) is not None else None
+
+    def refused(self, error: RefusedHint) -> ActionResult:
+        """Count an envelope that is refused as a whole; return the outcome."""
+        result = ActionResult("", "rejected", str(error))
+        with self._lock:
+            self._counts[UNKNOWN, result.outcome] += 1
+        return result
+
+    def act(
+        self, envelope: Envelope, *, request: OwnRequest | None, caller: str
+    ) -> list[ActionResult]:
+        """Do as ``obey`` for an envelope that was read, without a span."""
+        content = content_of(envelope.actions)
         message = (caller, envelope.message_id)
         with self._lock:
             known = self._results.get(message)
@@ -203,10 +208,11 @@ class HintExecutor:
         if envelope.protocol_version not in VERSIONS:
             version = envelope.protocol_version[:32]
             return self._all_rejected(envelope, f"unknown protocol {version!r}: expected 0.1 or 1")
-        results = [self._do(message, action, request) for action in envelope.actions[:ACTIONS_MAX]]
-        late = envelope.actions[ACTIONS_MAX:]
-        results += [self._rejected(action, _TOO_MANY) for action in late]
+        actions = envelope.actions
+        results = self._do_all(message, actions[:ACTIONS_MAX], request)
+        results += [rejected(action, _TOO_MANY) for action in actions[ACTIONS_MAX:]]
         with self._lock:
+            self._count(actions, results)
             self._results[message] = _Applied(content, results)
             while len(self._results) > MESSAGES_MAX:
                 self._results.popitem(last=False)
@@ -220,7 +226,7 @@ class HintExecutor:
         """
         now_s = self._manager.ladder.clock.now()
         with self._lock:
-            one = _Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s, now_s)
+            one = Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s, now_s)
             self._later.append(one)
             self._later_s = now_s
         self._do_later()
@@ -243,34 +249,23 @@ class HintExecutor:
                     self._later.append(one)
                     self._later_s = min(self._later_s, one.again_s)
 
-    def _done_late(self, one: _Later) -> Moved:
+    def _done_late(self, one: Later) -> Moved:
         match one.order:
             case PinHint():
-                (lower, within_s), _ = self.clipped(PRIORITY_MAX, one.order.ttl_s)
-                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
+                return self._rank_late(one, PRIORITY_MAX, one.order.ttl_s)
             case RetainHint():
-                (lower, within_s), _ = self.clipped(one.order.priority, one.order.ttl_s)
-                return self._ranks(one.keys, one.salt, lower, within_s, one.since_s)
+                return self._rank_late(one, one.order.priority, one.order.ttl_s)
             case DemoteHint() | ShareHint():
                 return self._moves(one.order, one.keys, one.salt)
             case PrefetchHint():  # the request has fetched its blocks itself
                 return Moved()
 
-    def _ranks(
-        self,
-        keys: Sequence[BlockKey],
-        salt: bytes,
-        priority: int,
-        ttl_s: float | None,
-        since_s: float,
-        *,
-        is_prefix: bool = True,
-    ) -> Moved:
-        """Give blocks a priority, for a time that began before."""
-        until_s = inf if ttl_s is None or priority == PRIORITY_DEFAULT else since_s + ttl_s
-        return self._commands.rank(
-            keys, salt, priority=priority, until_s=until_s, is_prefix=is_prefix
-        )
+    def _rank_late(self, one: Later, priority: int, ttl_s: float | None) -> Moved:
+        """Rank the blocks of a request that has finished; its time began then."""
+        (lower, within_s), _ = self.clipped(priority, ttl_s)
+        until_s = end_s(lower, within_s, one.since_s)
+        (moved,) = self._commands.rank([Ranking(one.keys, one.salt, lower, until_s, True)])
+        return moved
 
     def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
         """Do what an order says with blocks that are in host memory.
@@ -292,7 +287,7 @@ class HintExecutor:
 
         The text is empty if they are as asked for.
         """
-        if self._manager.limits is NO_LIMITS:
+        if self._manager.limits == NO_LIMITS:
             return (priority, ttl_s), ""
         (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
         lasting = "" if within_s is None else f" for {within_s:g} s"
@@ -310,9 +305,12 @@ class HintExecutor:
         if order.to is not None and order.to not in shared:
             raise RefusedHint(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
 
-    def count(self, action: HintAction, result: ActionResult) -> ActionResult:
+    def count(self, action: Action, result: ActionResult) -> ActionResult:
         """Count the outcome of an action done elsewhere; return it with the id of the action."""
-        return self._count(action.action_type, result._replace(action_id=action.action_id))
+        found = ActionResult(action.action_id, *result[1:])
+        with self._lock:
+            self._count([action], [found])
+        return found
 
     def poll(self) -> None:
         """End the fetches that are done, and begin those that waited for others.
@@ -339,37 +337,49 @@ class HintExecutor:
 
     # ---- one action
 
-    def _do(
-        self, message: tuple[str, str], action: HintAction, request: OwnRequest | None
-    ) -> ActionResult:
-        try:
-            order = order_of(action)
-            result = self._done(message, order, request)
-        except RefusedHint as error:
-            return self._rejected(action, str(error))
-        return self.count(action, result)
+    def _do_all(
+        self, message: tuple[str, str], actions: Sequence[Action], request: OwnRequest | None
+    ) -> list[ActionResult]:
+        """Do actions in order; those that only rank blocks and follow each other are done at once.
+
+        Returns the outcome of each.
+        """
+        found, rankings, clips = dict[int, ActionResult](), list[Ranking](), list[tuple[int, str]]()
+        for number, action in enumerate(actions):
+            try:
+                order = order_of(action)
+                if isinstance(order, _RANKS):
+                    ranking, clipped = self._ranking(order, request)
+                    if ranking is not None:
+                        rankings.append(ranking)
+                        clips.append((number, clipped))
+                        continue
+                    result = _UNNAMED
+                else:
+                    self._rank(actions, rankings, clips, found)
+                    result = self._done(message, order, request)
+            except RefusedHint as error:
+                found[number] = rejected(action, str(error))
+            else:
+                found[number] = ActionResult(action.action_id, *result[1:])
+        self._rank(actions, rankings, clips, found)
+        return [found[number] for number in range(len(actions))]
 
     def _done(
-        self, message: tuple[str, str], order: Order, request: OwnRequest | None
+        self, message: tuple[str, str], order: Move | PrefetchHint, request: OwnRequest | None
     ) -> ActionResult:
         if isinstance(order, PrefetchHint) and order.cancels is not None:
             return self._cancel((message[0], order.cancels))
         scope = self._scope(order, request)
         if not any(scope.runs):
-            return ActionResult("", "missing", "no whole block is named")
-        match order:
-            case PinHint():
-                return self._rank(scope, PRIORITY_MAX, order.ttl_s)
-            case RetainHint():
-                return self._rank(scope, order.priority, order.ttl_s)
-            case PrefetchHint():
-                return self._prefetch(message, scope, order)
-            case DemoteHint() | ShareHint():
-                return self._move(message, scope, order)
+            return _UNNAMED
+        if isinstance(order, PrefetchHint):
+            return self._prefetch(message, scope, order)
+        return self._move(message, scope, order)
 
-    def _scope(self, scope: Scope, request: OwnRequest | None) -> _Scoped:
+    def _scope(self, scope: Scope, request: OwnRequest | None) -> Scoped:
         """Return the blocks that an action names."""
-        own = request or OwnRequest()
+        own = request or _NONE
         salt = own.salt if scope.salt is None else scope.salt
         if request is not None and salt != own.salt:
             raise RefusedHint("the salt is not that of the request: expected none, or the same")
@@ -377,30 +387,51 @@ class HintExecutor:
             try:
                 runs, salt_of = self._manager.sessions.last(scope.session)
             except ValueError:
-                return _Scoped([], salt, is_prefix=False)
-            return _Scoped(runs if salt_of == salt else [], salt, is_prefix=True)
+                return Scoped([], salt, is_prefix=False)
+            return Scoped(runs if salt_of == salt else [], salt, is_prefix=True)
         if scope.keys is not None:
             keys = [BlockKey(bytes.fromhex(key)) for key in scope.keys]
-            return _Scoped([keys], salt, is_prefix=False)
+            return Scoped([keys], salt, is_prefix=False)
         if scope.tokens is None:
-            return _Scoped([own.keys], salt, is_prefix=True)
+            return Scoped([own.keys], salt, is_prefix=True)
         if self.name_blocks is None:
             raise RefusedHint("this engine names blocks itself: expected a session or keys")
-        return _Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
+        return Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
 
-    def _rank(self, scope: _Scoped, priority: int, ttl_s: float | None) -> ActionResult:
-        """Give the blocks a priority, within the operator's limits."""
-        (lower, within_s), clipped = self.clipped(priority, ttl_s)
-        now_s, salt = self._manager.ladder.clock.now(), self._digest(scope.salt)
-        moved = self._ranks(scope.keys, salt, lower, within_s, now_s, is_prefix=scope.is_prefix)
-        if not moved.done:
-            return ActionResult("", "missing", "no level holds these blocks")
-        if clipped:
-            return ActionResult("", "clipped", clipped, moved.done)
-        return _outcome(moved)
+    def _ranking(
+        self, order: PinHint | RetainHint, request: OwnRequest | None
+    ) -> tuple[Ranking | None, str]:
+        """Return what an order asks for, within the operator's limits, and how that differs.
+
+        The first is None if no whole block is named; the text is empty if nothing differs.
+        """
+        scope = self._scope(order, request)
+        if not any(scope.runs):
+            return None, ""
+        priority = order.priority if isinstance(order, RetainHint) else PRIORITY_MAX
+        (lower, within_s), clipped = self.clipped(priority, order.ttl_s)
+        until_s = end_s(lower, within_s, self._manager.ladder.clock.now())
+        salt = self._digest(scope.salt)
+        return Ranking(scope.keys, salt, lower, until_s, scope.is_prefix), clipped
+
+    def _rank(
+        self,
+        actions: Sequence[Action],
+        rankings: list[Ranking],
+        clips: list[tuple[int, str]],
+        found: dict[int, ActionResult],
+    ) -> None:
+        """Rank the blocks of some actions, and add their outcomes to ``found``."""
+        if not rankings:
+            return
+        moves = self._commands.rank(rankings)
+        for (number, clipped), moved in zip(clips, moves, strict=True):
+            found[number] = ranked(actions[number].action_id, moved, clipped)
+        rankings.clear()
+        clips.clear()
 
     def _prefetch(
-        self, message: tuple[str, str], scope: _Scoped, order: PrefetchHint
+        self, message: tuple[str, str], scope: Scoped, order: PrefetchHint
     ) -> ActionResult:
         """Begin to bring the prefixes up, at most as many blocks as the budget allows."""
         budget = order.budget_blocks or sum(map(len, scope.runs))
@@ -439,13 +470,13 @@ class HintExecutor:
             return ActionResult("", "missing", "no prefetch of this message is in flight")
         return ActionResult("", "accepted", blocks=blocks)
 
-    def _move(self, message: tuple[str, str], scope: _Scoped, order: Move) -> ActionResult:
+    def _move(self, message: tuple[str, str], scope: Scoped, order: Move) -> ActionResult:
         """Move or copy the blocks; those that are not in host memory are brought up first."""
         self.require(order)
         keys, salt = scope.keys, self._digest(scope.salt)
         moved = self._moves(order, keys, salt)
         if not moved.away:
-            return _outcome(moved)
+            return outcome(moved)
         again = partial(self._moves, order, moved.away, salt)
         if self._fetch(message, moved.away, scope, again, None) is None:
             return ActionResult("", "rejected", _FULL, moved.done)
@@ -464,7 +495,7 @@ class HintExecutor:
         self,
         message: tuple[str, str],
         keys: Sequence[BlockKey],
-        scope: _Scoped,
+        scope: Scoped,
         then: Callable[[], object] | None,
         deadline_s: float | None,
     ) -> bool | None:
@@ -478,7 +509,7 @@ class HintExecutor:
                 keys, salt=scope.salt, saves=ANYTHING, is_use=False, deadline_s=deadline_s
             )
 
-        one = _Fetching(message, begin, then)
+        one = Fetching(message, begin, then)
         with self._lock:
             if self._is_closed or len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
                 return None
@@ -521,7 +552,7 @@ class HintExecutor:
             if again:
                 asyncio.get_running_loop().call_later(POLL_S, self._look)
 
-    def _end(self, one: _Fetching) -> None:
+    def _end(self, one: Fetching) -> None:
         if one.then is not None:
             one.then()
         if one.fetch is not None:
@@ -535,39 +566,29 @@ class HintExecutor:
             known = self._digested = salt, salt_digest(self._manager.namespace, salt)
         return known[1]
 
-    def _rejected(self, action: HintAction, why: str) -> ActionResult:
-        return self._count(action.action_type, ActionResult(action.action_id, "rejected", why))
-
-    def _all_rejected(self, envelope: HintsEnvelope, why: str) -> list[ActionResult]:
-        return [self._rejected(action, why) for action in envelope.actions]
-
-    def _count(self, verb: str, result: ActionResult) -> ActionResult:
-        verb = verb.lower() if verb.lower() in VERBS else "unknown"
+    def _all_rejected(self, envelope: Envelope, why: str) -> list[ActionResult]:
+        results = [rejected(action, why) for action in envelope.actions]
         with self._lock:
-            self._counts[verb, result.outcome] += 1
-        return result
+            self._count(envelope.actions, results)
+        return results
+
+    def _count(self, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
+        """Count the outcomes of actions; with the lock held."""
+        counts = self._counts
+        for action, result in zip(actions, results, strict=True):
+            counts[verb_of(action.action_type), result.outcome] += 1
 
 
-def _outcome(moved: Moved) -> ActionResult:
-    """Return the outcome of a command."""
-    if moved.waiting:
-        return ActionResult("", "deferred", "the level's queue is full: send it again", moved.done)
-    if moved.done:
-        if moved.missing or moved.refused:
-            left = counted(len(moved.missing) + moved.refused, "block")
-            return ActionResult("", "clipped", f"without {left}", moved.done)
-        return ActionResult("", "accepted", blocks=moved.done)
-    if moved.refused:
-        return ActionResult("", "rejected", "no level takes these blocks at their priority")
-    return ActionResult("", "missing", "no level holds these blocks")
-
-
+_RANKS = PinHint, RetainHint
+_UNNAMED = ActionResult("", "missing", "no whole block is named")
 _REUSED = "the message id was used for other actions: expected a new one"
 _TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"
 _FULL = f"{WAITING_MAX} actions wait for their blocks: expected fewer at once"
 
 
-def apply_posted(manager: CacheManager, body: bytes) -> list[ActionResult]:
+def apply_posted(
+    manager: CacheManager, body: bytes, headers: Mapping[str, str]
+) -> list[ActionResult]:
     """Do what an envelope asks that came without a request; return an outcome for each action.
 
     Raises
@@ -575,4 +596,5 @@ def apply_posted(manager: CacheManager, body: bytes) -> list[ActionResult]:
     RefusedHint
         The body is no envelope; says which field is wrong.
     """
-    return HintExecutor.of(manager).obey(body, caller=POSTED)
+    trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    return HintExecutor.of(manager).obey(body, caller=POSTED, trace=trace)

@@ -8,7 +8,17 @@ on them. The payloads here are kvladder's, version 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    get_args,
+)
 
 import msgspec
 
@@ -45,6 +55,34 @@ class HintsEnvelope(msgspec.Struct, frozen=True):
     protocol_version: str
     message_id: str
     actions: list[HintAction] = []
+
+
+class Action(Protocol):
+    """An action as it was sent, or one whose payload was read with its envelope."""
+
+    @property
+    def action_id(self) -> str: ...
+    @property
+    def action_type(self) -> str: ...
+
+
+class Envelope(Protocol):
+    """An envelope whose actions are read, or are to be read one by one."""
+
+    @property
+    def protocol_version(self) -> str: ...
+    @property
+    def message_id(self) -> str: ...
+    @property
+    def actions(self) -> Sequence[Action]: ...
+
+
+class PartialEnvelope(NamedTuple):
+    """Some of the actions of an envelope."""
+
+    protocol_version: str
+    message_id: str
+    actions: Sequence[Action]
 
 
 class ActionResult(NamedTuple):
@@ -134,12 +172,67 @@ _PAYLOADS: Final[Mapping[str, type[Order]]] = {
 }
 
 
+Version: TypeAlias = Literal["0.1", "1", "1.0"]
+
+
+class _Read(msgspec.Struct, frozen=True, tag_field="action_type"):
+    """An action of a known type and version with its payload."""
+
+    action_type: ClassVar[Verb]
+    action_id: str
+    action_version: Version
+
+
+class _Pin(_Read, frozen=True, tag="pin"):
+    action_type = "pin"
+    payload: PinHint
+
+
+class _Retain(_Read, frozen=True, tag="retain"):
+    action_type = "retain"
+    payload: RetainHint
+
+
+class _Prefetch(_Read, frozen=True, tag="prefetch"):
+    action_type = "prefetch"
+    payload: PrefetchHint = PrefetchHint()
+
+
+class _Demote(_Read, frozen=True, tag="demote"):
+    action_type = "demote"
+    payload: DemoteHint = DemoteHint()
+
+
+class _Share(_Read, frozen=True, tag="share"):
+    action_type = "share"
+    payload: ShareHint = ShareHint()
+
+
+_READ: Final = _Pin, _Retain, _Prefetch, _Demote, _Share
+
+
+class _ReadEnvelope(msgspec.Struct, frozen=True):
+    """An envelope in which every action is valid."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[_Pin | _Retain | _Prefetch | _Demote | _Share] = []
+
+
+_decode_all: Final = msgspec.json.Decoder(_ReadEnvelope).decode
+_decode_each: Final = msgspec.json.Decoder(HintsEnvelope).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
 class RefusedHint(ValueError):
     """An envelope or an action that cannot be done as it is, and why."""
 
 
-def read(envelope: object) -> HintsEnvelope:
+def read(envelope: object) -> Envelope:
     """Return an envelope from an engine's object, a mapping, or JSON text.
+
+    Mostly all actions are valid, and their payloads are read at once. Otherwise ``order_of`` reads
+    them one by one.
 
     Raises
     ------
@@ -147,12 +240,9 @@ def read(envelope: object) -> HintsEnvelope:
         It is no envelope; says which field is wrong.
     """
     try:
-        if isinstance(envelope, str | bytes | bytearray):
-            found = msgspec.json.decode(envelope, type=HintsEnvelope)
-        else:
-            found = msgspec.convert(envelope, HintsEnvelope, from_attributes=True)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedHint(f"not an envelope of hints: {error}") from error
+        found = _read_all(envelope)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = _read_each(envelope)
     if not 0 < len(found.message_id) <= ID_MAX:
         raise RefusedHint(
             f"message_id has {len(found.message_id)} characters: expected 1 to {ID_MAX}"
@@ -160,7 +250,24 @@ def read(envelope: object) -> HintsEnvelope:
     return found
 
 
-def content_of(actions: Sequence[HintAction]) -> int:
+def _read_all(envelope: object) -> Envelope:
+    if isinstance(envelope, str | bytes | bytearray):
+        return _decode_all(envelope)
+    if isinstance(envelope, HintsEnvelope):
+        return envelope
+    return msgspec.convert(envelope, _ReadEnvelope)
+
+
+def _read_each(envelope: object) -> Envelope:
+    try:
+        if isinstance(envelope, str | bytes | bytearray):
+            return _decode_each(envelope)
+        return msgspec.convert(envelope, HintsEnvelope, from_attributes=True)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedHint(f"not an envelope of hints: {error}") from error
+
+
+def content_of(actions: Sequence[Action]) -> int:
     """Return a hash of actions with their payloads, to tell whether a message is a repeated one.
 
     Raises
@@ -169,12 +276,12 @@ def content_of(actions: Sequence[HintAction]) -> int:
         A payload has values that JSON cannot have.
     """
     try:
-        return hash(msgspec.msgpack.encode(actions))
+        return hash(_encode(actions))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RefusedHint(f"not an envelope of hints: {error}") from error
 
 
-def order_of(action: HintAction) -> Order:
+def order_of(action: Action) -> Order:
     """Return the payload of an action, checked.
 
     Raises
@@ -182,6 +289,9 @@ def order_of(action: HintAction) -> Order:
     RefusedHint
         Its type or version is unknown, or its payload is wrong; says what was expected.
     """
+    if isinstance(action, _READ):
+        return action.payload
+    assert isinstance(action, HintAction)
     kind = _PAYLOADS.get(action.action_type.lower())
     if kind is None:
         expected = ", ".join(VERBS)

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvladder.hints.executor import HintExecutor, OwnRequest
+from kvladder.hints.outcomes import end_span
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
+    Action,
     ActionResult,
     DemoteHint,
-    HintAction,
-    HintsEnvelope,
+    Envelope,
     Order,
+    PartialEnvelope,
     PinHint,
     PrefetchHint,
     RefusedHint,
@@ -24,6 +26,7 @@ from kvladder.hints.protocol import (
 )
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.tiers.spans import TraceHeaders
 
 
 @dataclass(slots=True)
@@ -58,43 +61,69 @@ def begin(
     salt: str,
     ranks_saves: bool = True,
     names_others: bool = True,
+    trace: TraceHeaders | None = None,
 ) -> RequestHints:
     """Do what the hints of a request ask at its start; never raises for what they contain.
 
     ``ranks_saves`` is False if the engine cannot save its blocks with a time limit for their
     priority, or does not save blocks again that are held: they are then ranked at its end, too.
     ``names_others`` is False if the engine does not tell the salts of requests: actions about other
-    blocks than the request's own are then rejected, as they might be another's.
+    blocks than the request's own are then rejected, as they might be another's. ``trace`` has the
+    headers of the request's trace.
     """
-    found = RequestHints()
     try:
         envelope = read(hints)
     except RefusedHint:
-        found.results = executor.apply(hints, caller=salt)  # counts it
-        return found
+        return RequestHints(executor.apply(hints, caller=salt, trace=trace))  # counts it
+    span = executor.span(trace)
+    found = RequestHints()
+    try:
+        _begin(executor, envelope, found, salt, ranks_saves=ranks_saves, names_others=names_others)
+    except RefusedHint as error:
+        found.results = [executor.refused(error)]
+    if span is not None:
+        end_span(span, envelope.actions, found.results)
+    return found
+
+
+def _begin(
+    executor: HintExecutor,
+    envelope: Envelope,
+    found: RequestHints,
+    salt: str,
+    *,
+    ranks_saves: bool,
+    names_others: bool,
+) -> None:
+    """Do what an envelope asks as far as it can be done now.
+
+    Raises
+    ------
+    RefusedHint
+        A payload has values that JSON cannot have; nothing was done.
+    """
     orders = [_own_order(action, salt) for action in envelope.actions[:ACTIONS_MAX]]
     orders += [None] * (len(envelope.actions) - len(orders))
     if envelope.protocol_version not in VERSIONS or (names_others and not any(orders)):
-        found.results = executor.apply(envelope, request=OwnRequest((), salt), caller=salt)
-        return found
+        found.results = executor.act(envelope, request=OwnRequest((), salt), caller=salt)
+        return
     both = [*zip(envelope.actions, orders, strict=True)]
     rest = [action for action, order in both if order is None]
-    others = HintsEnvelope(envelope.protocol_version, envelope.message_id, rest)
+    others = PartialEnvelope(envelope.protocol_version, envelope.message_id, rest)
     done: list[ActionResult] = []
     if not names_others:
         done = [executor.count(action, _refused(action)) for action in rest]
     elif rest:
-        done = executor.apply(others, request=OwnRequest((), salt), caller=salt)
+        done = executor.act(others, request=OwnRequest((), salt), caller=salt)
     results = iter(done)
     for action, order in both:
         own = None if order is None else _own(executor, found, action, order)
         if order is not None and not ranks_saves and isinstance(order, PinHint | RetainHint):
             found.waiting.append(order)
         found.results.append(next(results) if own is None else own)
-    return found
 
 
-def _refused(action: HintAction) -> ActionResult:
+def _refused(action: Action) -> ActionResult:
     """Return the outcome of an action about blocks that may be another tenant's."""
     try:
         order_of(action)
@@ -103,7 +132,7 @@ def _refused(action: HintAction) -> ActionResult:
     return ActionResult("", "rejected", _ONLY_OWN)
 
 
-def _own_order(action: HintAction, salt: str) -> Order | None:
+def _own_order(action: Action, salt: str) -> Order | None:
     """Return the order of an action about the blocks of its own request; None of another one."""
     try:
         order = order_of(action)
@@ -118,9 +147,7 @@ def _own_order(action: HintAction, salt: str) -> Order | None:
 _ONLY_OWN = "this engine tells no salts: expected an action about the request's own blocks"
 
 
-def _own(
-    executor: HintExecutor, found: RequestHints, action: HintAction, order: Order
-) -> ActionResult:
+def _own(executor: HintExecutor, found: RequestHints, action: Action, order: Order) -> ActionResult:
     """Do an order about the request's own blocks, as far as it can be done at its start."""
     result = ActionResult("", "accepted")
     match order:

@@ -179,6 +179,18 @@ class TracedSave(_TracedWork):
         self._end({}, "" if committed else "aborted")
 
 
+class TracedHints(_TracedWork):
+    """The span of one envelope of hints."""
+
+    def ended(self, verbs: Sequence[str], outcomes: Sequence[str], blocks: int) -> None:
+        told: dict[str, Value] = {
+            "kvladder.hint.verbs": [*verbs],
+            "kvladder.hint.outcomes": [*outcomes],
+            "kvladder.block.count": blocks,
+        }
+        self._end(told)
+
+
 class OtelTracer:
     """Begins spans for one cache; any thread calls it.
 
@@ -223,6 +235,11 @@ class OtelTracer:
         told = {"kvladder.block.count": blocks, "kvladder.bytes": blocks * self.block_bytes}
         span = self._begin("kvladder.save", trace, told)
         return TracedSave(self, span) if span.is_recording() else None
+
+    def hints(self, trace: TraceHeaders | None) -> TracedHints | None:
+        """Begin to act on an envelope of hints. None if it is not sampled."""
+        span = self._begin("kvladder.hints", trace, {})
+        return TracedHints(self, span) if span.is_recording() else None
 
     def read(self, spans: Sequence[FetchSpan], read: TierRead) -> None:
         """Add a read to the first of these fetches, and to the others with links to that span."""

@@ -14,9 +14,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from kvladder.hints import HintExecutor
+from kvladder.hints.executor import OwnRequest
+from kvladder.hints.requests import begin
 from kvladder.manager import Fetch
 from kvladder.otel.provider import SpanOutlet
 from kvladder.otel.tracer import OtelTracer
+from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.testing.fakes import Delay, Fail, FakeTier, Hang
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
@@ -265,3 +269,32 @@ async def test_an_abandoned_save_is_an_error() -> None:
         StatusCode.ERROR,
         StatusCode.UNSET,
     ]
+
+
+async def test_an_envelope_of_hints_has_a_span_with_its_outcomes() -> None:
+    recorded = Recorded()
+    async with cache_of(
+        LevelSpec(FakeTier(), COMMIT), make_tracer=recorded.maker(level1=False)
+    ) as cache:
+        keys, hints = cache.keys(1, 2), HintExecutor.of(cache.manager)
+        cache.save(keys)
+        retain = {"do": "retain", "priority": 50}
+        sent = hint_envelope(retain, {"do": "pin"}, {"do": "fly"}, message="1")
+        hints.apply(sent, request=OwnRequest(keys), trace=HEADERS)
+        span = recorded.one("hints")
+        assert (parent(span), span.context and span.context.trace_id) == (PARENT, TRACE)
+        assert told(span) == {
+            "hint.verbs": ("retain", "pin", "unknown"),
+            "hint.outcomes": ("accepted", "rejected", "rejected"),
+            "block.count": 2,
+        }
+        hints.apply(sent, request=OwnRequest(keys), trace=UNSAMPLED)
+        assert len(recorded.named("hints")) == 1
+        hints.apply("no envelope", trace=HEADERS)
+        (_, wrong) = recorded.named("hints")
+        assert told(wrong)["hint.outcomes"] == ("rejected",)
+
+        own = hint_envelope(retain, {"do": "prefetch", "session": "none"}, message="2")
+        begin(hints, own, salt="", trace=HEADERS)
+        assert told(recorded.named("hints")[-1])["hint.outcomes"] == ("accepted", "missing")
+        assert len(recorded.named("hints")) == 3, "one for both actions"

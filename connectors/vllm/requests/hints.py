@@ -28,7 +28,12 @@ def begin_hints(
         sent = given.get("kv_hints")
     if sent is None:
         return policy, None
-    hints = begin(connector.hints, sent, salt=getattr(request, "cache_salt", None) or "")
+    hints = begin(
+        connector.hints,
+        sent,
+        salt=getattr(request, "cache_salt", None) or "",
+        trace=getattr(request, "trace_headers", None),
+    )
     if hints.ranked is not None:
         priority, lasts_s = hints.ranked
         policy = msgspec.structs.replace(

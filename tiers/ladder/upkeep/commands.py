@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.stack import TierStack
 
@@ -31,6 +32,18 @@ class Moved(NamedTuple):
         return [*self.missing, *self.away, *self.waiting]
 
 
+class Ranking(NamedTuple):
+    """Asks to give blocks of a salt a priority until a loop time; inf for good."""
+
+    keys: Sequence[BlockKey]
+    salt: bytes
+    priority: int
+    until_s: float
+    is_prefix: bool
+    """True if all ancestors of a block are among them: then a raised block counts with all its
+    ancestors raised, too. Other blocks keep the floor that they have, or get a lower one."""
+
+
 _Fate = Literal["done", "missing", "refused", "away", "waiting"]
 
 
@@ -49,27 +62,42 @@ class StackCommands:
         """Names of the levels that other engines read, hottest first."""
         return [level.name for level in self._stack.levels if level.tier.shared]
 
-    def rank(
-        self,
-        keys: Sequence[BlockKey],
-        salt: bytes,
-        *,
-        priority: int,
-        until_s: float,
-        is_prefix: bool,
-    ) -> Moved:
-        """Give blocks a priority until a loop time; inf for good.
+    def rank(self, rankings: Sequence[Ranking]) -> list[Moved]:
+        """Give blocks a priority, for each of ``rankings`` in order."""
+        found: list[Moved] = []
+        at = 0
+        while at < len(rankings):
+            count, end = len(rankings[at].keys), at + 1
+            while end < len(rankings) and (count := count + len(rankings[end].keys)) <= STEP:
+                end += 1
+            few = rankings[at:end]
+            found += self._rank_few(few) if count <= STEP or end > at + 1 else [self._rank(few[0])]
+            at = end
+        return found
 
-        A raised block of a prefix counts with all its ancestors raised, too. Other blocks keep the
-        floor that they have, or get a lower one.
-        """
+    def _rank(self, ranking: Ranking) -> Moved:
+        """Rank any number of blocks, in steps."""
+        parts = [self._rank_few([ranking._replace(keys=one)])[0] for one in _steps(ranking.keys)]
+        missing = [key for part in parts for key in part.missing]
+        return Moved(sum(part.done for part in parts), missing)
 
-        def rank(key: BlockKey, meta: BlockMeta) -> _Fate:
-            floor = priority if is_prefix else min(meta.floor, priority)
-            self._stack.used(key, BlockMeta(priority, floor, meta.hits, until_s, meta.terms))
-            return "done"
-
-        return self._each(keys, salt, rank)
+    def _rank_few(self, rankings: Sequence[Ranking]) -> list[Moved]:
+        """Rank as many blocks as the lock may be held for."""
+        stack, found = self._stack, list[Moved]()
+        with stack.lock:
+            indexes = stack.indexes.values()
+            for keys, salt, priority, until_s, is_prefix in rankings:
+                done, missing = 0, list[BlockKey]()
+                for key in keys if len(keys) == 1 else dict.fromkeys(keys):
+                    meta = _own(key, salt, indexes)
+                    if meta is None:
+                        missing.append(key)
+                        continue
+                    floor = priority if is_prefix else min(meta.floor, priority)
+                    stack.used(key, BlockMeta(priority, floor, meta.hits, until_s, meta.terms))
+                    done += 1
+                found.append(Moved(done, missing))
+        return found
 
     def send(self, keys: Sequence[BlockKey], salt: bytes, level: str) -> Moved:
         """Queue blocks that are in host memory to be written to a level; they stay in host.
@@ -121,23 +149,12 @@ class StackCommands:
         count = 0
         for part in _steps(keys):
             with self._stack.lock:
+                indexes = self._stack.indexes.values()
                 for key in part:
-                    if self._own(key, salt) is None:
+                    if _own(key, salt, indexes) is None:
                         return count
                     count += 1
         return count
-
-    def _own(self, key: BlockKey, salt: bytes) -> BlockMeta | None:
-        """Return what is known of a held block if each of its copies is one of the salt."""
-        found: BlockMeta | None = None
-        for index in self._stack.indexes.values():
-            place = index.place(key)
-            if place is not None:
-                if index.salt(place) != salt:
-                    return None
-                if found is None:
-                    found = index.meta(place)
-        return found
 
     def _each(
         self,
@@ -152,8 +169,9 @@ class StackCommands:
         waiting: list[BlockKey] = []
         for part in _steps(keys):
             with self._stack.lock:
+                indexes = self._stack.indexes.values()
                 for key in part:
-                    meta = self._own(key, salt)
+                    meta = _own(key, salt, indexes)
                     fate: _Fate = "missing" if meta is None else command(key, meta)
                     if fate == "done":
                         done += 1
@@ -195,8 +213,24 @@ class StackCommands:
         return below.get(name)
 
 
-def _steps(keys: Collection[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+def _own(key: BlockKey, salt: bytes, indexes: Iterable[LevelIndex[Any]]) -> BlockMeta | None:
+    """Return what is known of a held block if each of its copies is one of the salt."""
+    found: BlockMeta | None = None
+    for index in indexes:
+        place = index.place(key)
+        if place is not None:
+            if index.salt(place) != salt:
+                return None
+            if found is None:
+                found = index.meta(place)
+    return found
+
+
+def _steps(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
     """Yield different keys in parts that the lock may be held for."""
+    if len(keys) == 1:
+        yield keys
+        return
     unique = list(dict.fromkeys(keys))
     if len(unique) <= STEP:
         yield unique
