@@ -19,6 +19,7 @@ from typing import Any, Final
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from kvladder.connectors.sglang.served import PromptReport
 from kvladder.connectors.sglang.storage import KVLadderStorage
 from kvladder.hints import HintExecutor
 from kvladder.hints.requests import RequestHints, begin
@@ -40,12 +41,15 @@ class RequestNotes:
     session: str | None
     old: set[BlockKey] = field(default_factory=set[BlockKey])
     """Those pages of the session's request that were held before it came."""
+    report: PromptReport | None = None
+    """What became of its prompt, if it has hints."""
+    page_tokens: int = 0
 
-    @property
-    def answer(self) -> str:
-        """The outcomes of its hints, as JSON."""
+    def answer(self, request: Any) -> str:
+        """Return what became of its prompt and of its hints, as JSON."""
         results = [] if self.hints is None else self.hints.results
-        return json.dumps({"hints": [result._asdict() for result in results]})
+        told = {} if self.report is None else self.report.told(request, self.page_tokens)
+        return json.dumps({**told, "hints": [result._asdict() for result in results]})
 
 
 class TreeHints:
@@ -75,10 +79,13 @@ class TreeHints:
         if sent is not None:
             executor = HintExecutor.of(manager)
             hints = begin(executor, sent, salt=request.cache_salt or "", ranks_saves=False)
-        notes = RequestNotes(hints, session)
+        notes = RequestNotes(hints, session, page_tokens=storage.page)
         setattr(request, STATE, notes)
+        (run, *_) = self._runs(storage, key)
+        if hints is not None:
+            notes.report = PromptReport(run)
+            storage.watched.watch(notes.report)
         if session is not None:
-            (run, *_) = self._runs(storage, key)
             held = manager.holding(run)
             notes.old = {key for key, is_held in zip(run, held, strict=True) if is_held}
 
@@ -97,6 +104,8 @@ class TreeHints:
             manager.sessions.met(session, run)
         if notes is None:
             return
+        if notes.report is not None:
+            storage.watched.end(notes.report)
         if notes.hints is not None:
             notes.hints.finish(HintExecutor.of(manager), runs, salt)
         if session is not None:
@@ -146,7 +155,7 @@ def begin_answers() -> None:
 
 
 def tell_in_answers(streamer: Any) -> None:
-    """Have SGLang's class of answers add the outcomes of hints to ``cached_tokens_details``."""
+    """Have SGLang's class of answers add kvladder's part to ``cached_tokens_details``."""
     details = streamer.get_cached_tokens_details
 
     @wraps(details)
@@ -154,6 +163,6 @@ def tell_in_answers(streamer: Any) -> None:
         found, notes = details(self, request), notes_of(request)
         if notes is None or notes.hints is None:
             return found
-        return {**(found or {"device": 0, "host": 0}), "kvladder": notes.answer}
+        return {**(found or {"device": 0, "host": 0}), "kvladder": notes.answer(request)}
 
     streamer.get_cached_tokens_details = detailed

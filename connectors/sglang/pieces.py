@@ -50,6 +50,8 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: list[int]
     """Positions of the pages in the batch."""
     slots: list[Slot]
+    sources: list[str] = []
+    """The levels that served the pages; empty if they are saved."""
 
 
 Pieces = Generator[PageRun, None, int]
@@ -94,7 +96,8 @@ def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
             if not part.over:
                 assert part.fetch is not None
                 pages = list(range(found, found + part.count))
-                yield PageRun(found, pages, list(part.fetch.slots[: part.count]))
+                slots, sources = part.fetch.slots[: part.count], part.fetch.sources[: part.count]
+                yield PageRun(found, pages, list(slots), sources)
                 found += part.count
                 part.advance()
             elif part.first < len(asked):  # a hole

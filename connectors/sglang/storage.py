@@ -36,6 +36,7 @@ from kvladder.connectors.sglang.node import Node, drained, join
 from kvladder.connectors.sglang.options import CALL_S, DEADLINE_MAX, parse
 from kvladder.connectors.sglang.pieces import PageBatch, PageRun
 from kvladder.connectors.sglang.pools import KV, RankPool, pool_of, require_stored
+from kvladder.connectors.sglang.served import WatchedPages
 from kvladder.connectors.sglang.weights import watch
 from kvladder.connectors.vllm.reports.log import late_levels
 from kvladder.errors import ConfigError, LayoutError
@@ -89,6 +90,8 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         """
         self._salts: OrderedDict[str, str] = OrderedDict()
         """Salt by page, if it has one. Each page is listed: SGLang may read from any of them on."""
+        self.watched = WatchedPages()
+        """Reports of requests about their pages."""
         self._gets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         self._sets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
 
@@ -174,8 +177,17 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     # ---- what SGLang asks for, in pages of one prefix
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        node = self._node
-        return 0 if node is None else node.reach(self._batch(self._pools[KV], keys))
+        node, batch = self._node, self._batch(self._pools[KV], keys)
+        if node is None:
+            return 0
+        begun_s, found = SystemClock().now(), node.reach(batch)
+        report = self.watched.of(batch.names)
+        if report is not None:
+            report.waited_s += SystemClock().now() - begun_s
+            report.found += found
+            if found < len(keys) and self.manager is not None:
+                report.cause = self.manager.cause(batch.names[found])
+        return found
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
@@ -286,6 +298,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         """
         node, begun_s, total, copied = self._node, SystemClock().now(), len(batch.keys), 0
         done = 0 if up else total
+        report = self.watched.of(batch.names) if up and pool.name == KV else None
         if node is not None:
             done = 0
             if rows is not None and 0 < len(rows) == total * pool.page:
@@ -294,10 +307,14 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
                     nonlocal copied
                     pool.copy(node.arena, piece, rows, up=up)
                     copied += len(piece.slots)
+                    if report is not None:
+                        report.levels.update(piece.sources)
 
                 pieces = node.fetch(batch) if up else node.save(batch)
                 with closing(pieces):
                     done = drained(pieces, copy)
+        if report is not None:
+            report.waited_s += SystemClock().now() - begun_s
         if pool.name == KV and self._ranks.enable_storage_metrics:
             calls = self._gets if up else self._sets
             calls.append((copied, SystemClock().now() - begun_s))

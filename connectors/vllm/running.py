@@ -377,6 +377,7 @@ class RunningScheduler:
                 self._answers.filled(load.request_id)
             if state is not None:
                 state.loaded(finished.id, ok=finished.ok)
+                self._answers.waited(state)
 
     def _renamed(self, changed: Collection[int]) -> None:
         """Drop the searches of requests after their model's or adapter's weights have changed.

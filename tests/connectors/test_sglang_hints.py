@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.connectors import sglang_stub
-from tests.connectors.sglang_controller import PAGE, Controller, Pool, Sparse, config
+from tests.connectors.sglang_controller import PAGE, Controller, Pool, Sparse, config, rows
 from tests.connectors.sglang_stub import RadixKey, Streamer, get_storage_hash_str
 from tests.patience import until
 
@@ -57,8 +57,26 @@ class Engine:
         self, first: int, *actions: dict[str, Any], salt: str | None = None, **more: Any
     ) -> list[tuple[str, str]]:
         """Serve a request of ``PAGES`` pages; return the outcomes of its hints."""
+        answer = self.answer(first, *actions, salt=salt, **more)
+        if answer is None:
+            return []
+        return [(one["outcome"], one["why"]) for one in json.loads(answer["kvladder"])["hints"]]
+
+    def answer(
+        self,
+        first: int,
+        *actions: dict[str, Any],
+        salt: str | None = None,
+        pages: int = PAGES,
+        own: int | None = None,
+        **more: Any,
+    ) -> dict[str, Any] | None:
+        """Serve a request; return the details in its answer.
+
+        SGLang has ``own`` pages of it and asks for those behind them; None if it asks for none.
+        """
         self._rid += 1
-        tokens = array("q", range(first, first + PAGES * PAGE))
+        tokens = array("q", range(first, first + pages * PAGE))
         key = RadixKey(tokens, cache_salt=salt)
         request = SimpleNamespace(
             rid=self._rid,
@@ -74,13 +92,15 @@ class Engine:
         vars(request).update(more)
         for _ in range(2):  # SGLang asks again when it admits a request
             self.tree.match_prefix(SimpleNamespace(key=key, req=request))
+        if own is not None:
+            came = self.controller.prefetch(request.keys[own:], rows(own, pages - own))
+            request.cached_tokens_device, request.cached_tokens_host = 0, own * PAGE
+            request.cached_tokens_storage = came * PAGE
         self.tree.checkpoint_into_tree(request, up_to=len(tokens))
         self.tree.write_backup_storage(request.rid)
         until(self.manager.idle)
-        answer = Streamer().get_cached_tokens_details(request)
-        if answer is None:
-            return []
-        return [(one["outcome"], one["why"]) for one in json.loads(answer["kvladder"])["hints"]]
+        details: dict[str, Any] | None = Streamer().get_cached_tokens_details(request)
+        return details
 
     def envelope(self, *actions: dict[str, Any]) -> dict[str, Any]:
         return hint_envelope(*actions, message=f"{self._rid}")
@@ -181,6 +201,33 @@ def test_wrong_hints_have_an_outcome(engine: Engine, sent: Any, expected: str) -
         ((outcome, why),) = engine.serve(0, kv_hints=sent)
     assert (outcome, expected in why) == ("rejected", True)
     assert engine.meta(0) == {(35, False)}
+
+
+def test_an_answer_says_which_levels_served_a_prompt_and_why_the_rest_misses(
+    engine: Engine,
+) -> None:
+    """An envelope without actions asks for that."""
+    assert engine.serve(0, {"do": "demote", "to": "nvme"})[0][0] == "deferred"
+    until(lambda: engine.manager.lookup(engine.names(0)).host == 0 and engine.manager.idle())
+
+    def report(own: int, pages: int, first: int = 0) -> dict[str, Any]:
+        details = engine.answer(first, own=own, pages=pages, kv_hints=hint_envelope(message="r"))
+        assert details is not None
+        told: dict[str, Any] = json.loads(details["kvladder"])
+        assert told.pop("hints") == []
+        assert told.pop("waited_s") > 0
+        return told
+
+    whole = {"asked_tokens": PAGES * PAGE, "engine_tokens": PAGE, "missed": []}
+    served = {"served_tokens": (PAGES - 1) * PAGE, "served_from": {"nvme": (PAGES - 1) * PAGE}}
+    assert report(1, PAGES) == whole | served
+    missed = [{"reason": "never_seen", "level": None, "tokens": 3 * PAGE}]
+    longer = {"asked_tokens": (PAGES + 3) * PAGE, "engine_tokens": 0, "missed": missed}
+    served = {"served_tokens": PAGES * PAGE, "served_from": {"host": PAGES * PAGE}}
+    assert report(0, PAGES + 3) == longer | served
+    missed = [{"reason": "never_seen", "level": None, "tokens": 2 * PAGE}]
+    none = {"asked_tokens": 2 * PAGE, "engine_tokens": 0, "served_tokens": 0, "served_from": {}}
+    assert report(0, 2, first=9000) == none | {"missed": missed}
 
 
 def test_requests_without_hints_are_not_noted(engine: Engine) -> None:

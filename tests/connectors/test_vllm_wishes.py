@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.connectors.scripted import Engine
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -237,6 +237,7 @@ def test_a_report_tells_where_a_prompt_came_from_and_why_the_rest_was_computed()
     again = asked(tokens)
     assert again["served_from"] == {"host": again["served_tokens"]}
     assert again["served_tokens"] == 32
+    assert 0 < again["waited_s"] < PATIENCE_S
     manager.remove([*manager._stack.host.index])
     gone = asked([*tokens, *range(7)])
     assert [one["reason"] for one in gone["missed"]] == ["removed", "never_seen"]

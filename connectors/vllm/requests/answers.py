@@ -109,6 +109,8 @@ class Answers:
         """Return how many tokens after ``computed`` the cache has; None: ask again."""
         lookup = state.lookup
         state.own = state.told = computed
+        if state.policy.report and state.asked_s is None:
+            state.asked_s = self._connector.manager.ladder.clock.now()
         if waits_for_adapter(state, self._weights, self._notices):
             return None
         named = self.named(state)
@@ -134,9 +136,15 @@ class Answers:
                 return None
             lookup.tell(computed, found)
             self._explain(state, computed, found)
+            self.waited(state)
         else:
             found = lookup.answer[1]
         return None if found and self._is_filled(state, computed) else found
+
+    def waited(self, state: RequestState) -> None:
+        """Note for its report that a request has waited until now."""
+        if state.asked_s is not None:
+            state.waited_s = self._connector.manager.ladder.clock.now() - state.asked_s
 
     def _explain(self, state: RequestState, computed: int, found: int) -> None:
         """Count the blocks that no level has, and note for the report why the prefix ended."""

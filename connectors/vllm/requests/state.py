@@ -79,6 +79,10 @@ class RequestState:
     """The levels that served the last load, one for each block of the main group."""
     report: PrefillReport | None = None
     """The report for the request's answer, of its first search; None if it asks for none."""
+    asked_s: float | None = None
+    """Loop time of that search, if the request asks for a report."""
+    waited_s: float = 0.0
+    """Time from then until the answer was known or, if it loads, the load had ended."""
     apart: bool = False
     """True if nothing is loaded or saved for it any more: its blocks cannot be named."""
     begun: bool = False
@@ -148,7 +152,8 @@ class RequestState:
             asked = self.groups.aligned(self.request.num_prompt_tokens - 1)
             report = report_of(asked, min(asked, self.own), 0, (), block_tokens=main.tokens)
         sources = Counter({name: n * main.tokens for name, n in Counter(self.sources).items()})
-        return report.as_dict(sources, failed=self.lookup.state is LookupState.COMPUTES)
+        told = {"waited_s": round(self.waited_s, 6)}
+        return told | report.as_dict(sources, failed=self.lookup.state is LookupState.COMPUTES)
 
     def read(self, end: int) -> Iterator[list[BlockKey]]:
         """Yield, by group, the keys of the blocks that are read once ``end`` tokens are computed.
