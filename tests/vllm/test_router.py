@@ -1,9 +1,13 @@
-"""The example's router in front of two real servers: more of the prompts is found than in turns."""
+"""The example's router in front of two real servers: more of the prompts is found than in turns.
+
+The example's agent then works through the router, and its hints reach the engine with its blocks.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +22,10 @@ import pytest
 from kvladder.testing.redisserver import free_ports
 from tests.patience import PATIENCE_S
 from tests.vllm.harness import BLOCK, HERE, environment
-from tests.vllm.server import Server
+from tests.vllm.server import TOKEN, Server
 
 ROUTER = HERE.parents[1] / "examples" / "router.py"
+AGENT = ROUTER.with_name("agent.py")
 COMMAND = (
     "vllm serve MODEL --kv-transfer-config"
     """ '{"kv_connector": "KVLadderConnector", "kv_role": "kv_both","""
@@ -42,8 +47,13 @@ def serve(folder: Path, name: str, model: Path) -> tuple[Server, str]:
         "endpoint": events["events"],
         "replay_endpoint": events["replay"],
     }
-    server = Server(where, COMMAND, "--kv-events-config", f"'{json.dumps(config)}'")
-    return server, f"http://127.0.0.1:{server.port},{events['events']},{events['replay']}"
+    (port,) = free_ports(1)
+    own = f"127.0.0.1:{port}"
+    port_of = {"KVLADDER__HTTP__LISTEN": own, "KVLADDER__HTTP__TOKEN": TOKEN}
+    server = Server(where, COMMAND, "--kv-events-config", f"'{json.dumps(config)}'", **port_of)
+    server.hints_port = port
+    serves = f"http://127.0.0.1:{server.port}"
+    return server, f"{serves},{events['events']},{events['replay']},http://{own}"
 
 
 @pytest.fixture
@@ -106,6 +116,30 @@ def conversations(port: int, salt: str) -> tuple[list[list[int]], int]:
     return answers, found
 
 
+def require_that_an_agents_hints_arrive(
+    folder: Path, port: int, servers: tuple[Server, ...]
+) -> None:
+    """Run the example's agent; the engine that serves its session gets its hints, and no other."""
+    (folder / "token").write_text(TOKEN)
+    router = f"http://127.0.0.1:{port}"
+    line = [sys.executable, str(AGENT), "--engine", router, "--hints", router]
+    line += ["--token-file", str(folder / "token"), "--turns", "3", "--tool-s", "0.3"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [re.sub(r"after [\d.]+ s", "after a time", turn) for turn in done.stdout.splitlines()]
+    first, second = (length // BLOCK for length in (500 + 8, 500 + 128 + 8))
+    assert lines == [
+        "turn 1: 0 of 500 tokens cached, first one after a time",
+        f"prefetch: accepted, {first} blocks ",
+        f"turn 2: {first * BLOCK} of 628 tokens cached, first one after a time",
+        f"prefetch: accepted, {second} blocks ",
+        f"turn 3: {second * BLOCK} of 756 tokens cached, first one after a time",
+    ]
+    own, *others = sorted((server.hints() for server in servers), key=len, reverse=True)
+    assert own == {"pin": {"accepted": 2}, "prefetch": {"accepted": 2}, "in_flight": 0}
+    assert others == [{"in_flight": 0}]
+
+
 def test_a_router_with_an_index_finds_more_than_round_robin(
     model: Path, tmp_path: Path, started: list[Server], routers: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -113,7 +147,7 @@ def test_a_router_with_an_index_finds_more_than_round_robin(
     started.extend(servers)
     for server in servers:
         server.ready()
-    results = {}
+    results, port = {}, 0
     for salt, more in (("turns", ["--blind"]), ("index", [])):
         port, process = route(list(engines), *more)
         routers.append(process)
@@ -123,5 +157,6 @@ def test_a_router_with_an_index_finds_more_than_round_robin(
     whole = 5 * (10 + 13) * BLOCK  # of the second and third turns, the tokens of the turns before
     assert in_turns < 0.6 * whole
     assert by_index == whole
+    require_that_an_agents_hints_arrive(tmp_path, port, servers)
     for server in servers:
         server.stop()
