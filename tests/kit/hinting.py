@@ -233,11 +233,11 @@ PER_WORLD = 20_000
 """Actions for which a world lives, with its restarts."""
 
 
-def run_worlds(actions: int) -> list[HintWorld]:
-    """Send so many actions to worlds of different seeds, one after the other."""
+def run_worlds(actions: int, minutes: float) -> list[HintWorld]:
+    """Send so many actions to worlds of different seeds, one after the other, in this time."""
     worlds: list[HintWorld] = []
-    left = actions
-    while left > 0:
+    left, end_s = actions, time.monotonic() + 60 * minutes
+    while left > 0 and time.monotonic() < end_s:
         world, loop = HintWorld(len(worlds)), SimLoop(len(worlds))
         try:
             loop.run_until_complete(world.run(min(left, PER_WORLD)))
@@ -280,10 +280,11 @@ def main() -> None:
     """Run worlds, and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.hinting", description=__doc__)
     parser.add_argument("actions", type=int)
+    parser.add_argument("--minutes", type=float, default=600, help="begin no world after this time")
     parser.add_argument("--out", metavar="FILE", help="write the page to benchmarks/results/FILE")
     options = parser.parse_args()
     begun_s = time.monotonic()
-    text = page(run_worlds(options.actions), time.monotonic() - begun_s)
+    text = page(run_worlds(options.actions, options.minutes), time.monotonic() - begun_s)
     print(text)
     if options.out:
         (RESULTS / Path(options.out).name).write_text(text)

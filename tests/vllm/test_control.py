@@ -54,9 +54,18 @@ def telling(*arguments: str) -> list[Any]:
 
 
 def forgetting(config: Path, socket: Path, receipt: Path) -> list[list[Any]]:
-    """Return steps that purge a session over HTTP, then all by age, and check the receipt."""
+    """Return steps that purge over HTTP, then all by age, and check the receipt.
+
+    They purge what descends from a prefix of the first prompt, by its tokens, and then a session.
+    """
     over_http = {"control": str(socket), "token": TOKEN, "scope": {"session": "agent"}}
+    prefix = {"tokens": PROMPTS[0][: 5 * BLOCK + 3], "salt": "indigo"}
     return [
+        each("indigo"),
+        ["reset"],
+        ["call", {"function": f"{CALL}forgotten", **over_http, "scope": prefix}],
+        each("indigo"),
+        ["reset"],
         each("violet", session="agent"),
         ["reset"],
         ["call", {"function": f"{CALL}forgotten", **over_http}],
@@ -71,6 +80,14 @@ def forgetting(config: Path, socket: Path, receipt: Path) -> list[list[Any]]:
 
 
 def require_forgotten(results: list[Any], blue: dict[str, Any]) -> None:
+    indigo, _, forgotten, without, _, *results = results
+    done = forgotten["receipt"]
+    assert (done["complete"], done["scope"]["kind"], done["unknown"]) == (True, "prefix", 0)
+    assert done["scope"]["tokens"] == 5 * BLOCK + 3
+    assert done["keys"] == HITS // BLOCK, "its five blocks, and all that descend from the last one"
+    assert {level["blocks"] for level in done["levels"]} == {HITS // BLOCK}
+    assert (indigo["external"], without["external"]) == (0, ALL - HITS), "other prompts stay"
+    assert without["tokens"] == indigo["tokens"]
     violet, _, forgotten, gone, _, still, by_age, _, none, verified = results
     assert violet["external"] == 0
     done = forgotten["receipt"]
