@@ -18,7 +18,7 @@ from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import MissCause, Missed, Stats
+from kvladder.metrics import Missed, Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
@@ -157,11 +157,6 @@ class CacheManager:
         with self._stack.lock:
             loader.count(len(keys), 0, 0, {})
             return loader.missed(keys, 0, loader.misses.cause(keys[0], bits)) if keys else ()
-
-    def cause(self, key: BlockKey) -> MissCause:
-        """Return why a block that a lookup did not find is not served; counts nothing."""
-        with self._stack.lock:
-            return self._stack.loader.misses.cause(key, ANYWHERE)
 
     def fetch(
         self,

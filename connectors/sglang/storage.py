@@ -186,7 +186,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             report.waited_s += SystemClock().now() - begun_s
             report.found += found
             if found < len(keys) and self.manager is not None:
-                report.cause = self.manager.cause(batch.names[found])
+                report.cause = self.manager.commands.cause(batch.names[found])
         return found
 
     def batch_exists_v2(

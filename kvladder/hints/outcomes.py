@@ -24,7 +24,7 @@ def verb_of(action_type: str) -> str:
 
 
 def end_span(span: HintsSpan, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
-    """End the span of an envelope, of which so many actions had results."""
+    """End the span of an envelope with these actions."""
     verbs = [verb_of(action.action_type) for action in actions]
     span.ended(verbs, [one.outcome for one in results], sum(one.blocks for one in results))
 

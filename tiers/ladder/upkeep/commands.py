@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
+from kvladder.metrics import MissCause
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.terms import ANYWHERE
 from kvladder.tiers.ladder.stack import TierStack
 
 
@@ -143,6 +145,11 @@ class StackCommands:
         moved = self._each(keys, salt, drop)
         self._stack.remove(held, for_all=False)
         return moved
+
+    def cause(self, key: BlockKey) -> MissCause:
+        """Return why a block that a lookup did not find is not served; counts nothing."""
+        with self._stack.lock:
+            return self._stack.loader.misses.cause(key, ANYWHERE)
 
     def own(self, keys: Sequence[BlockKey], salt: bytes) -> int:
         """Return how many leading blocks are held, all of them as blocks of the salt."""
