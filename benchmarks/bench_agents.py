@@ -3,13 +3,14 @@
 Agents call tools and come back; between their turns other agents and single requests come, more
 than host memory holds. The limit is Belady's optimum of the same size, which knows all requests.
 
-First the hits of a real cache without an engine, for many agents: its levels, its sessions and its
-executor of hints, on blocks without KV. Then times of real vLLM servers, with few agents. They get
-the same requests, one after the other, each server in turn: one with kvladder and the order of
-eviction ``prioritized-lru``, and one with ``adaptive`` and the hints of ``examples/agent.py``. Their
-own prefix caches are emptied after each request, so that all hits are kvladder's. One stack has
-host alone. The other has files below it that hold everything: there a prefetch saves the time in
-which blocks come up. All times are of one machine and one run: compare them side by side.
+First the hits of the real levels, sessions and executor of hints without an engine, for many
+agents, in simulated time, so that each run gives the same. Then times of real vLLM servers, with
+few agents. They get the same requests, one after the other, each server in turn: one with kvladder
+and the order of eviction ``prioritized-lru``, and one with ``adaptive`` and the hints of
+``examples/agent.py``. Their own prefix caches are emptied after each request, so that all hits are
+kvladder's. One stack has host alone. The other has files below it that hold everything: there a
+prefetch saves the time in which blocks come up. All times are of one machine and one run: compare
+them side by side.
 
 ``KVLADDER_AGENTS`` is the number of agents at vLLM, 0 for none. ``KVLADDER_AGENTS_FILES=0`` leaves
 the second stack out.
@@ -17,6 +18,7 @@ the second stack out.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -36,12 +38,15 @@ from benchmarks.clients.inputs import BLOCK_TOKENS, MODEL, make_model
 from benchmarks.clients.servers import BenchServer, end
 from benchmarks.row import Row
 from examples.agent import Agent, Engine, action
-from kvladder import Layout, open_cache
 from kvladder.hints import HintExecutor
 from kvladder.keys import KeyScheme
+from kvladder.policy.adaptive import Adaptive
 from kvladder.policy.belady import belady
+from kvladder.policy.eviction import EvictionPolicy, PrioritizedLRU
 from kvladder.policy.fetch_cost import ANYTHING
 from kvladder.testing.redisserver import free_ports
+from kvladder.testing.sim import SimLoop
+from kvladder.testing.stacks import SimCache
 from tests.patience import until
 from tests.vllm.harness import connector
 from tests.vllm.server import TOKEN
@@ -66,8 +71,10 @@ TOOL_S, SINGLE_S = 30.0, 6.0
 BLOCKS: Final = 128
 """Blocks of host memory, for many agents."""
 FEW_BLOCKS: Final = 64
-PIN_S: Final = 3600.0
-"""Longer than the run: the requests follow each other without their pauses."""
+PIN_S: Final = 3 * TOOL_S
+"""Time for which agents pin; one call of a tool in twenty takes longer."""
+PINNED_S: Final = 3600.0
+"""The same at vLLM, longer than the run: the requests follow each other without their pauses."""
 LRU, HINTED = "lru", "hints"
 GOAL: Final = "ratio >= 0.5 of the way from LRU to Belady"
 
@@ -79,6 +86,7 @@ class Turn(NamedTuple):
     words: list[int]
     """New tokens at the end of the prompt: a task, a tool's result, or the whole prompt."""
     is_last: bool
+    time_s: float
 
 
 def script(agents: int, at_once: int, seed: int = 3) -> list[Turn]:
@@ -100,7 +108,7 @@ def script(agents: int, at_once: int, seed: int = 3) -> list[Turn]:
             if any(one >= 0 for *_, one in events):
                 heappush(events, (now_s + draw.expovariate(1 / single_s), next(number), -1))
             size = draw.randint(*SINGLE) * BLOCK_TOKENS + OVER
-            turns.append(Turn(-next(singles), words(draw, size), is_last=True))
+            turns.append(Turn(-next(singles), words(draw, size), True, now_s))
             continue
         if agent not in left:
             left[agent] = draw.randint(*TURNS)
@@ -108,7 +116,7 @@ def script(agents: int, at_once: int, seed: int = 3) -> list[Turn]:
         else:
             new = words(draw, draw.randint(*RESULT) * BLOCK_TOKENS - ANSWER)
         left[agent] -= 1
-        turns.append(Turn(agent, new, is_last=not left[agent]))
+        turns.append(Turn(agent, new, not left[agent], now_s))
         if left[agent]:
             heappush(events, (now_s + draw.expovariate(1 / TOOL_S), next(number), agent))
         elif begun < agents:
@@ -154,7 +162,7 @@ class Side:
         url = f"http://127.0.0.1:{self.server.port}"
         engine = Engine(url, MODEL, hints=hints, token=TOKEN)
         if turn.agent not in self.agents:
-            agent = Agent(engine, turn.words, salt="agents", expects_s=0.0, pin_s=PIN_S)
+            agent = Agent(engine, turn.words, salt="agents", expects_s=0.0, pin_s=PINNED_S)
             self.agents[turn.agent] = agent
         elif self.is_hinted:
             agent = self.agents[turn.agent]
@@ -235,63 +243,72 @@ def run(
 
 
 class Bare:
-    """A real cache of ``BLOCKS`` slots without an engine, and the sessions of its agents."""
+    """The levels of a cache of ``BLOCKS`` slots without an engine, and its agents."""
 
-    def __init__(self, policy: str, *, is_hinted: bool) -> None:
-        layout = Layout(block_tokens=BLOCK_TOKENS, block_bytes=4096, fields={"model": "agents"})
-        tiers = [{"type": "host", "policy": policy}]
-        arena = {"size": BLOCKS * layout.slot_bytes}
-        self.cache = open_cache({"arena": arena, "tiers": tiers}, layout=layout)
-        self._hints, self._is_hinted, self._sent = HintExecutor.of(self.cache), is_hinted, count()
-        self._keys = KeyScheme(self.cache.namespace, block_tokens=BLOCK_TOKENS)
+    def __init__(self, cache: SimCache, *, is_hinted: bool) -> None:
+        self._manager, self._is_hinted, self._sent = cache.manager, is_hinted, count()
+        self._hints = HintExecutor.of(cache.manager)
+        self._keys = KeyScheme(cache.manager.namespace, block_tokens=BLOCK_TOKENS)
         self.prompts: dict[int, list[int]] = {}
 
-    def take(self, turn: Turn) -> int:
+    async def take(self, turn: Turn) -> int:
         """Serve a request; return how many of its blocks were there."""
-        prompt = self.prompts.setdefault(turn.agent, [])
+        manager, prompt = self._manager, self.prompts.setdefault(turn.agent, [])
         session = f"{turn.agent}" if self._is_hinted and turn.agent >= 0 else None
-        if prompt and session is not None:
-            self._tell(action("prefetch", session=session))
         prompt += turn.words
         keys = self._keys.chain(prompt[:-1], parent=self._keys.root())
-        fetch = self.cache.fetch(keys, saves=ANYTHING, session=session)
-        fetch.wait()
+        fetch = manager.fetch(keys, saves=ANYTHING, session=session)
+        while not fetch.done:  # noqa: ASYNC110 - as an engine asks
+            await asyncio.sleep(0.01)
         found = len(fetch.slots)
         fetch.release()
-        self.cache.save(keys, session=session).commit()
+        manager.save(keys, session=session).commit()
         if session is not None:
-            self.cache.sessions.use(session, [keys])
+            manager.sessions.use(session, [keys])
             if turn.is_last:
-                self.cache.end_session(session)
+                manager.end_session(session)
             else:
-                self._tell(action("pin", ttl_s=PIN_S, session=session))
+                pin = action("pin", ttl_s=PIN_S, session=session)
+                sent = {"message_id": f"{next(self._sent)}", "actions": [pin]}
+                self._hints.apply({"protocol_version": "0.1", **sent})
         prompt += [1] * ANSWER
         return found
 
-    def _tell(self, one: dict[str, Any]) -> None:
-        sent = {"protocol_version": "0.1", "message_id": f"{next(self._sent)}", "actions": [one]}
-        self._hints.apply(sent)
 
+def hits(
+    turns: Sequence[Turn], policy: EvictionPolicy, *, is_hinted: bool
+) -> tuple[int, list[list[int]]]:
+    """Return the blocks that a bare cache served in simulated time, and all prompts."""
 
-def hits(turns: Sequence[Turn], policy: str, *, is_hinted: bool) -> tuple[int, list[list[int]]]:
-    """Return the blocks that a bare cache served, and all prompts."""
-    bare = Bare(policy, is_hinted=is_hinted)
-    with bare.cache:
+    async def serve() -> tuple[int, list[list[int]]]:
+        cache = await SimCache.open(slots=BLOCKS, policy=policy)
+        bare, begun_s = Bare(cache, is_hinted=is_hinted), asyncio.get_running_loop().time()
         found, prompts = 0, list[list[int]]()
         for turn in turns:
-            found += bare.take(turn)
+            now_s = asyncio.get_running_loop().time() - begun_s
+            await asyncio.sleep(max(0.0, turn.time_s - now_s))
+            found += await bare.take(turn)
             prompts.append(bare.prompts[turn.agent][:-ANSWER])
-    return found, prompts
+        await cache.aclose()
+        return found, prompts
+
+    with asyncio.Runner(loop_factory=lambda: SimLoop(0)) as runner:
+        return runner.run(serve())
 
 
 def rows() -> Iterator[Row]:
     """Count hits of a bare cache, then measure vLLM with both stacks."""
     turns = script(MANY, AT_ONCE)
-    lru, prompts = hits(turns, "prioritized-lru", is_hinted=False)
+    lru, prompts = hits(turns, PrioritizedLRU(), is_hinted=False)
     note = f"{MANY} agents, {AT_ONCE} at once; {len(turns)} requests"
-    for policy, is_hinted in (("adaptive", False), ("prioritized-lru", True), ("adaptive", True)):
+    for policy, is_hinted in (
+        (Adaptive(), False),
+        (PrioritizedLRU(), True),
+        (Adaptive(), True),
+    ):
         found, _ = hits(turns, policy, is_hinted=is_hinted)
-        what = f"{policy}, {'hints' if is_hinted else 'no hints'}, no engine"
+        name = "adaptive" if isinstance(policy, Adaptive) else "prioritized-lru"
+        what = f"{name}, {'hints' if is_hinted else 'no hints'}, no engine"
         yield compared(what, prompts, BLOCKS, lru, found, note)
     if not AGENTS:
         return
