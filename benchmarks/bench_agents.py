@@ -25,13 +25,13 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 from benchmarks.clients.inputs import BLOCK_TOKENS, MODEL, make_model
@@ -349,7 +349,8 @@ def compared(
 
 def times(where: str, sides: dict[str, Side], later: Sequence[int]) -> Iterator[Row]:
     """Yield the times to the first token of agents' turns after the first, beside LRU."""
-    for kind, figure in (("median", median), ("mean", lambda found: sum(found) / len(found))):
+    figures: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+    for kind, figure in figures.items():
         got = {name: 1e3 * figure([side.first_s[n] for n in later]) for name, side in sides.items()}
         note = f"{len(later)} turns of agents after their first"
         yield Row(

@@ -137,7 +137,11 @@ class Router:
             part = sent | {"actions": [sent["actions"][number] for number in numbers]}
             async with self._session.post(f"{url}/hints", json=part, headers=token) as answer:
                 if answer.status != 200:
-                    return web.Response(body=await answer.read(), status=answer.status)
+                    return web.Response(
+                        body=await answer.read(),
+                        status=answer.status,
+                        content_type=answer.content_type,
+                    )
                 told = (await answer.json())["hints"]
             for number, outcome in zip(numbers, told, strict=True):
                 outcomes[number] = outcome

@@ -132,3 +132,72 @@ async def test_a_prompt_beyond_the_timeout_is_computed_by_the_other_engine(
                 assert await ask(front) == (200, {"tokens": len(LONG)})
             finally:
                 ends.set()
+
+
+@asynccontextmanager
+async def caches(heard: list[tuple[str, str, list[str]]]) -> AsyncIterator[list[str]]:
+    """Two ports that take hints; ``heard`` gets their names, tokens and sessions."""
+
+    def application(name: str) -> web.Application:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            sent = await request.json()
+            told = request.headers["Authorization"]
+            heard.append((name, told, [one["payload"]["session"] for one in sent["actions"]]))
+            if told != "Bearer right":
+                return web.json_response({"error": "a wrong token"}, status=401)
+            outcomes = [{"action_id": a["action_id"], "outcome": name} for a in sent["actions"]]
+            return web.json_response({"hints": outcomes})
+
+        app = web.Application()
+        app.router.add_post("/hints", answer)
+        return app
+
+    async with serving(application("a")) as a, serving(application("b")) as b:
+        yield [a, b]
+
+
+def hints(*sessions: str) -> dict[str, Any]:
+    actions = [
+        {"action_id": f"{n}", "action_type": "pin", "payload": {"session": name}}
+        for n, name in enumerate(sessions)
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
+@pytest.mark.real
+async def test_a_router_hands_hints_to_the_engines_that_served_their_sessions() -> None:
+    heard: list[tuple[str, str, list[str]]] = []
+    example = load("router.py")
+    async with caches(heard) as ports:
+        engines = [
+            example.Engine(name, f"inproc://{name}", f"inproc://{name}", port)
+            for name, port in zip(("http://a", "http://b"), ports, strict=True)
+        ]
+        router = example.Router(engines)
+        for session, engine in (("one", "http://a"), ("two", "http://b"), ("three", "http://a")):
+            asked = {"kv_transfer_params": {"kvladder": {"session": session}}}
+            router._note(asked, engine)
+        async with (
+            serving(example.application(router)) as front,
+            aiohttp.ClientSession(headers={"Authorization": "Bearer right"}) as session,
+        ):
+
+            async def post(body: Any, **headers: str) -> tuple[int, Any]:
+                async with session.post(f"{front}/hints", json=body, headers=headers) as answer:
+                    return answer.status, await answer.json()
+
+            status, told = await post(hints("two", "one", "four", "three"))
+            assert status == 200
+            assert [one["outcome"] for one in told["hints"]] == ["b", "a", "missing", "a"]
+            assert [one["action_id"] for one in told["hints"]] == ["0", "1", "2", "3"]
+            assert sorted(heard) == [
+                ("a", "Bearer right", ["one", "three"]),
+                ("b", "Bearer right", ["two"]),
+            ]
+            assert await post(hints("one"), Authorization="Bearer wrong") == (
+                401,
+                {"error": "a wrong token"},
+            )
+            for wrong in ({}, [], {"actions": [3]}, {"actions": [{"action_id": "x"}]}):
+                status, told = await post(wrong)
+                assert (status, told["error"].startswith("not an envelope")) == (400, True)
