@@ -198,6 +198,7 @@ async def test_a_router_hands_hints_to_the_engines_that_served_their_sessions() 
                 401,
                 {"error": "a wrong token"},
             )
-            for wrong in ({}, [], {"actions": [3]}, {"actions": [{"action_id": "x"}]}):
+            bad: list[Any] = [{}, [], {"actions": [3]}, {"actions": [{"action_id": "x"}]}]
+            for wrong in bad:
                 status, told = await post(wrong)
                 assert (status, told["error"].startswith("not an envelope")) == (400, True)

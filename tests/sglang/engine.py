@@ -10,11 +10,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -147,8 +146,6 @@ class Answer(NamedTuple):
     reason: str | None
     hints: Sequence[dict[str, Any]] = ()
     """The outcomes of its hints."""
-    report: Mapping[str, Any] = MappingProxyType({})
-    """What became of its prompt, if it had hints."""
 
 
 class Engine:
