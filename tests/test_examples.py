@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = [
     path
     for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.name not in {"demo.py", "demo_sglang.py", "prefill_decode.py", "router.py"}
+    if path.name not in {"demo.py", "demo_sglang.py", "prefill_decode.py", "router.py", "agent.py"}
 ]
 TESTS = [path for path in EXAMPLES if path.name.startswith("test_")]
 SCRIPTS = [path for path in EXAMPLES if path not in TESTS]
