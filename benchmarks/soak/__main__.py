@@ -63,7 +63,7 @@ class Soak:
     def run(self, minutes: float) -> Outcome:
         """Cause one fault after the other, each kind once before any kind again."""
         say("asking vLLM alone for the first answers")
-        for _ in range(LAG_MAX // 2):
+        for _ in range(LAG_MAX):
             self.teller.more()
         with self.watcher, self.users:
             begun_s = time.monotonic()
@@ -110,7 +110,10 @@ class Soak:
         over_s = fault.strike()
         fault.repair()
         levels = list(before[0].levels) if fault.level == "all" else [fault.level]
-        times = [self.watcher.again_s(level, over_s, GIVEN_UP_S) for level in levels]
+        times = [
+            self.watcher.again_s(level, over_s, GIVEN_UP_S, is_stored=fault.empties)
+            for level in levels
+        ]
         found = [one for one in times if one is not None]
         again_s = max(found) if len(found) == len(levels) else None
         after = [self.watcher.sample(name) for name in ENGINES]
@@ -139,6 +142,7 @@ class Soak:
         now_s = time.monotonic()
         for name, engine in self.engines.items():
             self.held.append(_held(name, now_s, self._unowned(name), engine.alive()))
+        self.held.append(_held("alone", now_s, 0, self.alone.alive()))
         serve = self.stage.serve.server.process.pid
         self.held.append(_held("kvladder serve", now_s, 0, _family(serve)))
         self.users.resume()

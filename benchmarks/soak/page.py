@@ -10,7 +10,7 @@ from benchmarks.soak.users import Asked
 from kvladder.report.charts import COLOURS
 from kvladder.report.page import Plot, figure, page, plotly
 
-GIVEN_UP_S = 120.0
+GIVEN_UP_S = 180.0
 """Time within which a level must serve again after a fault."""
 
 ABOUT_STAGE = """\
@@ -23,7 +23,8 @@ although computing is as fast.
 ABOUT_FAULTS = """\
 Longest wait: of any request from the begin of the fault until the level served again. Again: the
 time from the end of the fault until both engines have stored blocks in the level and got blocks
-from it. It includes the time until a user asks for such a block.
+from it. It includes the time until a user asks for such a block. For a server that is empty
+afterwards, it is the time until both have stored blocks.
 """
 ABOUT_HELD = """\
 What processes hold while no request is in flight. Slots: those that hold no block of the host

@@ -20,7 +20,7 @@ from tests.kit.failover import BREAKER, CacheLane, ObjectLane, SentinelLane, Sto
 from tests.kit.lanes import Case, Figures
 from tests.kit.mooncake import listens
 from tests.kit.served import Server as CacheServer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.vllm.harness import flip, stored_payloads
 
 BLOCK_TOKENS = 64
@@ -28,8 +28,8 @@ BLOCK_BYTES = 256 << 10
 """Bytes of ``BLOCK_TOKENS`` of the tiny model."""
 DELAY_S = 0.3
 """Delay of each piece in a slow network."""
-FLIP_EVERY = 100_000
-"""Bytes of which one is damaged in a network that damages: several in each block."""
+FLIP_EVERY = {"redis": 100_000, "nixl": 500, "mooncake": 500}
+"""Bytes of which one bit is damaged: some in each block, or in each few control messages."""
 SHORTEST_S, LONGEST_S = 1.0, 4.0
 """The duration of a fault of a network."""
 
@@ -44,6 +44,8 @@ class Fault(NamedTuple):
     """Callback that causes it, waits, and returns when it was over."""
     repair: Callable[[], object]
     """Callback afterwards: it restores the state before the fault."""
+    empties: bool = False
+    """Whether the level has no blocks afterwards: it serves again long after it stores again."""
 
 
 class Proxied(CacheLane):
@@ -135,9 +137,9 @@ class BucketLane(ObjectLane):
 
 LEVELS: Mapping[str, tuple[str, str]] = {
     "files": ("24 MiB", "2 s"),
-    "redis": ("40 MiB", "500 ms"),
-    "nixl": ("60 MiB", "1 s"),
-    "mooncake": ("84 MiB", "1 s"),
+    "redis": ("36 MiB", "500 ms"),
+    "nixl": ("48 MiB", "1 s"),
+    "mooncake": ("60 MiB", "1 s"),
     "object": ("1 GiB", "2 s"),
 }
 """Capacity and timeout of each level below the host: larger and larger, so that all are read."""
@@ -176,7 +178,7 @@ class Stage:
         """Return the stack of an engine: all levels; it waits for each as long as it is told."""
         settings = {lane.level: dict(lane.settings()) for lane in self.lanes}
         settings["files"] = {"path": str(self.folder / f"{engine}-files")}
-        below = [
+        below: list[dict[str, Any]] = [
             {
                 "name": level, "type": level, "capacity": capacity, "timeout": timeout,
                 "when": "commit", "breaker": BREAKER, **settings[level],
@@ -198,11 +200,14 @@ class Stage:
         for lane in self.lanes:
             for case in lane.cases():
                 strike = partial(lane.strike, case)
-                found.append(Fault(lane.level, case.victim, case.fault, strike, lane.repair))
+                empties = case.fault.endswith("empty")
+                found.append(
+                    Fault(lane.level, case.victim, case.fault, strike, lane.repair, empties)
+                )
         for lane in (self.redis, self.serve, self.store):
-            for what, begin, end in self._troubles(lane.proxies):
+            for what, begin, end in self._troubles(lane.proxies, FLIP_EVERY[lane.level]):
                 for_s = random.uniform(SHORTEST_S, LONGEST_S)
-                strike = partial(self._trouble, begin, end, for_s)
+                strike = partial(self._trouble, lane.proxies, begin, end, for_s)
                 found.append(Fault(lane.level, "network", what, strike, lane.repair))
         for engine in engines:
             strike = partial(self._damage, engine, random)
@@ -215,7 +220,7 @@ class Stage:
         return found
 
     def _troubles(
-        self, proxies: Sequence[SlowNetwork]
+        self, proxies: Sequence[SlowNetwork], flip_every: int = 0
     ) -> list[tuple[str, Callable[[], object], Callable[[], object]]]:
         """Return the faults of a network: name, begin and end."""
 
@@ -241,13 +246,22 @@ class Stage:
             ("slow", each("latency_s", DELAY_S), each("latency_s", 0.0)),
             ("silent", all_of(SlowNetwork.swallow), all_of(SlowNetwork.deliver)),
             ("cut", refuse, each("refusing", False)),
-            ("damages", each("flip_every", FLIP_EVERY), each("flip_every", 0)),
+            ("damages", each("flip_every", flip_every), each("flip_every", 0)),
         ]
 
     @staticmethod
-    def _trouble(begin: Callable[[], object], end: Callable[[], object], for_s: float) -> float:
+    def _trouble(
+        proxies: Sequence[SlowNetwork],
+        begin: Callable[[], object],
+        end: Callable[[], object],
+        for_s: float,
+    ) -> float:
+        """Let a network fail for a time; one that damages, until it has damaged something."""
+        before = sum(proxy.flipped for proxy in proxies)
         begin()
         time.sleep(for_s)
+        if any(proxy.flip_every for proxy in proxies):
+            until(lambda: sum(proxy.flipped for proxy in proxies) > before, every_s=0.1)
         end()
         return time.monotonic()
 

@@ -23,7 +23,7 @@ PROMPT_BLOCKS = 4
 TOKENS = 8
 """Tokens of each answer."""
 SALT = "a user"
-LAG_MAX = 130
+LAG_MAX = 110
 """Prompts of the last so many are asked again: they are spread over all levels."""
 NEW_EVERY_S = 1.2
 PAUSE_S = 0.15
@@ -221,23 +221,31 @@ class Watcher:
         damaged = {name: stats[name]["corrupt"] + stats[name]["foreign"] for name in LEVELS}
         return Sample(begun_s, levels, errors, damaged)
 
-    def again_s(self, level: str, since_s: float, within_s: float) -> float | None:
+    def again_s(
+        self, level: str, since_s: float, within_s: float, *, is_stored: bool = False
+    ) -> float | None:
         """Return when all engines had stored blocks in a level and got blocks from it, since then.
 
-        None if that does not happen within the time.
+        With ``is_stored``, return when they had stored blocks. None if that does not happen within
+        the time.
         """
         while time.monotonic() < since_s + within_s:
-            times = [self._again_s(samples, level, since_s) for samples in self.samples.values()]
+            times = [
+                self._again_s(samples, level, since_s, 1 if is_stored else 2)
+                for samples in self.samples.values()
+            ]
             if None not in times:
                 return max(one for one in times if one is not None)
             time.sleep(SAMPLE_S)
         return None
 
     @staticmethod
-    def _again_s(samples: Sequence[Sample], level: str, since_s: float) -> float | None:
+    def _again_s(
+        samples: Sequence[Sample], level: str, since_s: float, counters: int
+    ) -> float | None:
         before = [one for one in samples if one.time_s <= since_s][-1].levels[level]
         for one in samples:
-            both = zip(one.levels[level], before, strict=True)
+            both = [*zip(one.levels[level], before, strict=True)][:counters]
             if one.time_s > since_s and all(now > then for now, then in both):
                 return one.time_s
         return None

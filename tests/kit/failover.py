@@ -34,7 +34,7 @@ DEADLINE_S = 1.0
 """The deadline of each fetch."""
 SHORT_S, STOP_S = 0.15, 1.0
 """Times for which far ends are stopped: too short for their watchers to notice, and longer."""
-BREAKER = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
+BREAKER: dict[str, Any] = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
 CALL = "both"
 """Cases have blocks loaded and saved at once."""
 REDIS_SETTINGS = (

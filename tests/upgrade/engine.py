@@ -36,7 +36,8 @@ class Engine:
         self._bytes = cache.layout.block_bytes
 
     def _content(self, key: BlockKey) -> bytes:
-        return key * (self._bytes // len(key))
+        content: bytes = key * (self._bytes // len(key))
+        return content
 
     def save(self, name: str, blocks: int) -> int:
         """Save a prefix, and wait until all levels have it; return how many blocks were new."""

@@ -153,7 +153,7 @@ def older_files(folder: Path) -> Iterator[Turn]:
         )
         ledger.save(engine)
     engine = Engine(OLDER, folder, stack_of(level))
-    is_refused = "expected" in engine.error
+    is_refused = "META is of format" in engine.error
     yield Turn("files", OLDER.name, (0, 0), (0, 0), 0, engine.error, is_refused)
 
 
@@ -169,8 +169,8 @@ def turns(folder: Path) -> Iterator[Turn]:
     yield from older_files(folder)
     bucket = folder / "bucket"
     bucket.mkdir()
-    store = {"type": "object", "url": f"file://{bucket}"}
-    yield from in_turns("object", folder, store, (PREVIOUS, THIS), block_bytes=256 << 10)
+    objects = {"type": "object", "url": f"file://{bucket}"}
+    yield from in_turns("object", folder, objects, (PREVIOUS, THIS), block_bytes=256 << 10)
     yield from over_server(folder, (PREVIOUS, THIS))
     if PROGRAM.exists():
         (folder / "mooncake").mkdir()
