@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -231,6 +232,29 @@ def test_slow_clients_are_disconnected_and_their_places_free(port, monkeypatch):
         for stream in streams:
             stream.close()
     until(lambda: sent(port, "/livez")[0] == 200)
+
+
+def test_clients_that_wait_give_way_to_new_ones_the_longest_first(port):
+    """Half of them have asked before, and half have sent only a part of a request."""
+    whole, streams = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", []
+    try:
+        for number in range(2 * CLIENTS_MAX):
+            stream = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+            streams.append(stream)
+            stream.sendall(whole[:-1] if number % 2 else whole)
+            if not number % 2:
+                assert stream.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert sent(port, "/livez")[0] == 200, "each new client is answered at once"
+        newest = streams[-2]
+        newest.sendall(whole)
+        assert newest.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        for stream in streams[:CLIENTS_MAX]:
+            with contextlib.suppress(ConnectionResetError):
+                while stream.recv(1 << 16):  # ends as it has given its place away
+                    pass
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 # ---- the port
