@@ -249,7 +249,7 @@ class Row(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the honest client was served, within the allowed time."""
+        """Return whether the honest client was served, within the allowed time."""
         return self.times <= TIMES_MAX and not self.under.failed
 
 

@@ -29,7 +29,7 @@ BLOCK_BYTES = 256 << 10
 DELAY_S = 0.3
 """Delay of each piece in a slow network."""
 FLIP_EVERY = {"redis": 100_000, "nixl": 500, "mooncake": 500}
-"""Bytes of which one bit is damaged: some in each block, or in each few control messages."""
+"""A network that damages inverts a bit of each so many bytes: in each block, or few messages."""
 SHORTEST_S, LONGEST_S = 1.0, 4.0
 """The duration of a fault of a network."""
 
