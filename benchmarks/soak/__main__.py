@@ -10,6 +10,7 @@ level does not serve again in time, or a slot stays held.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -187,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         outcome = Soak(folder, undo, arguments.seed).run(arguments.minutes)
     about["command"] = f"python -m benchmarks.soak {' '.join(argv or sys.argv[1:])}"
+    load = ", ".join(f"{one:.0f}" for one in os.getloadavg())
+    about["load"] = f"{load} in the last 1, 5, 15 minutes, this soak included"
     text = markdown(outcome, about)
     print(text)
     if arguments.out:
