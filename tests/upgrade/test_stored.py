@@ -16,6 +16,7 @@ from tests.upgrade.elder import LAYOUT, OLDER, PREVIOUS
 from tests.upgrade.engine import Engine
 from tests.upgrade.stored import BLOCKS, CLEARED, NAME, fill, stack_of, unpack
 
+pytestmark = pytest.mark.slow
 has_redis = pytest.mark.skipif(program() is None, reason="install redis-server")
 
 
