@@ -319,6 +319,17 @@ def failover() -> str:
     return bars("Time until the level serves again", "ms, median", ("after the fault",), groups)
 
 
+def soak() -> str:
+    """Return the plot of the longest wait for an answer around each fault of the soak."""
+    found = [row for row in rows("2026-11-26-soak.md") if "times alone" in row]
+    groups = [
+        (f"{row['level']}: {row['victim']} {row['fault']}", [number(row["times alone"])])
+        for row in found
+    ]
+    title = "Longest wait for an answer"
+    return bars(title, "times vLLM alone", ("around the fault",), groups)
+
+
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke="#00796b" '
     'stroke-width="2"><path d="M7 2v20M17 2v20M7 7h10M7 12h10M7 17h10"/></svg>\n'
@@ -360,6 +371,7 @@ def render() -> dict[Path, str]:
     """Return the content of each file."""
     made = (
         *(request, states, failure, purge, first_token, shared_tiers, files, failover),
+        soak,
         trace,
     )
     found = {FOLDER / f"{draw.__name__.replace('_', '-')}.svg": draw() for draw in made}

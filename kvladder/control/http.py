@@ -84,6 +84,8 @@ class HttpConnection:
         self._link: Any = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
         self._is_head = False
         """True if the request being answered wants no body."""
+        self.waits_since_s: float | None = asyncio.get_running_loop().time()
+        """Time since which it waits for a request; None while it answers one."""
 
     async def converse(self, answer: Answer, bytes_max: BodyMax = body_max) -> None:
         """Answer until the client is done, breaks a rule, or takes more than its time.
@@ -97,10 +99,12 @@ class HttpConnection:
         """
         try:
             while True:
+                self.waits_since_s = asyncio.get_running_loop().time()
                 async with asyncio.timeout(REQUEST_S):
                     request = await self._request(bytes_max)
                 if request is None:
                     return
+                self.waits_since_s = None
                 await self._send(await answer(request))
                 if self._link.our_state is not h11.DONE or self._link.their_state is not h11.DONE:
                     return

@@ -24,7 +24,8 @@ from kvladder.runtime import Runtime
 from kvladder.tiers import forks
 
 CLIENTS_MAX: Final = 16
-"""Largest number of clients of a socket or port; twice as many are told so."""
+"""Largest number of clients of a socket or port. A new one takes the place of the client that has
+waited longest to send a request. If all wait for answers, as many more are told so."""
 CLOSE_S: Final = 5.0
 RETRY_S: Final = 5.0
 """Seconds between two attempts to bind a socket that is unavailable."""
@@ -93,6 +94,7 @@ class HttpListener:
         self._runtime = runtime
         self._say = say
         self._clients: set[asyncio.Task[Any]] = set()
+        self._places: dict[HttpConnection, asyncio.Task[Any]] = {}
         self._closed = False
         self._bound: Bound | None = None
         self._server: asyncio.Server | None = None
@@ -176,20 +178,36 @@ class HttpListener:
         self._clients.add(task)
         try:
             if not self._closed:
-                await self._converse(HttpConnection(reader, writer), len(self._clients) - 1)
+                await self._converse(HttpConnection(reader, writer), task)
         except (OSError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()  # it is gone, too slow, or cancelled by ``close``
         finally:
             self._clients.discard(task)
             writer.close()
 
-    async def _converse(self, client: HttpConnection, others: int) -> None:
-        if others < CLIENTS_MAX:
-            await client.converse(self._answer, self._bytes_max)
-        elif others < 2 * CLIENTS_MAX:
+    async def _converse(self, client: HttpConnection, task: asyncio.Task[Any]) -> None:
+        if len(self._places) >= CLIENTS_MAX:
+            self._make_room()
+        if len(self._places) < CLIENTS_MAX:
+            self._places[client] = task
+            try:
+                await client.converse(self._answer, self._bytes_max)
+            finally:
+                self._places.pop(client, None)
+        elif len(self._clients) <= 2 * CLIENTS_MAX:
             await client.refuse(
                 503, f"{CLIENTS_MAX} clients are already connected: try again later"
             )
+
+    def _make_room(self) -> None:
+        """Disconnect the client that has waited longest to send a request, if there is one.
+
+        So clients that only hold connections cannot keep others out. HTTP lets a server close a
+        connection without a request; a client then connects again.
+        """
+        waiting = {c: c.waits_since_s for c in self._places if c.waits_since_s is not None}
+        if waiting:
+            self._places.pop(min(waiting, key=waiting.__getitem__)).cancel()
 
 
 class ControlServer:

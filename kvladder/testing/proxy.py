@@ -1,10 +1,12 @@
-"""A TCP proxy that simulates a bad network in tests of clients: slow, broken or silent."""
+"""TCP proxies that simulate a bad network in tests of clients: slow, broken, silent or wrong."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeVar
 
 PIECE_BYTES = 64 << 10
 
@@ -30,6 +32,11 @@ class SlowNetwork:
         """True to close new connections at once."""
         self.stray = b""
         """Bytes to send once, before the next piece from the server."""
+        self.flip_every = 0
+        """One bit of each so many bytes is inverted, in both directions; 0 inverts none."""
+        self.flipped = 0
+        """The number of inverted bits so far."""
+        self._passed = 0
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,6 +71,18 @@ class SlowNetwork:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
+
+    def damaged(self, piece: bytes) -> bytes:
+        """Return bytes as they arrive: some of them damaged, if ``flip_every`` is set."""
+        if not self.flip_every:
+            return piece
+        first = -(self._passed + 1) % self.flip_every
+        self._passed += len(piece)
+        wrong = bytearray(piece)
+        for at in range(first, len(piece), self.flip_every):
+            wrong[at] ^= 0x40
+            self.flipped += 1
+        return bytes(wrong)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -105,8 +124,49 @@ class SlowNetwork:
             await self._open.wait()
             if replies:
                 piece, self.stray = self.stray + piece, b""
-            writer.write(piece)
+            writer.write(self.damaged(piece))
             await writer.drain()
         with suppress(OSError):
             writer.transport.abort()
         raise ConnectionResetError("the other side has closed")
+
+
+N = TypeVar("N", bound=SlowNetwork)
+R = TypeVar("R")
+
+
+class Networks:
+    """A thread that runs proxies, for tests without an event loop; a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._networks: list[SlowNetwork] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for network in self._networks:
+            asyncio.run_coroutine_threadsafe(network.__aexit__(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def add(self, network: N) -> N:
+        """Let a proxy listen, until the end of this context; return it."""
+        asyncio.run_coroutine_threadsafe(network.__aenter__(), self._loop).result()
+        self._networks.append(network)
+        return network
+
+    def call(self, function: Callable[[], R]) -> R:
+        """Call a method of a proxy, e.g. ``cut``, in the thread of the proxies; return its result.
+
+        Attributes may be set in any thread.
+        """
+
+        async def called() -> R:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result()

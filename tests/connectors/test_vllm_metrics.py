@@ -145,6 +145,27 @@ def test_metrics_separate_engines_and_work_with_another_kind_of_registry() -> No
     assert observed == [5]
 
 
+def test_a_counter_that_begins_anew_is_added_and_never_ends_the_engine() -> None:
+    """A server that was replaced, a tier's process or a level that was exchanged counts from 0.
+
+    vLLM ends with an error if a metric of a connector raises one.
+    """
+    from kvladder.connectors.vllm.reports.metrics import Changes
+
+    changes, source, prom = Changes(lambda: 0.0), Source(), metrics_of()
+    for hits, ages in ((10, [2.0, 2.0]), (3, [2.0]), (0, []), (4, [1e9])):
+        source.level, source.ages = LevelStats(), Histogram(AGES_S)
+        source.level.hits = hits
+        for age in ages:
+            source.ages.observe(age)
+        sent = changes.take(source, last=True)
+        if sent is not None:
+            prom.observe(sent.to_dict())
+    assert value("tier_hit_blocks_total", tier="host") == 17
+    assert value("tier_eviction_age_seconds_count", tier="host") == 4
+    assert value("tier_eviction_age_seconds_bucket", tier="host", le="5.0") == 3
+
+
 def test_intervals_are_added_up_for_the_log() -> None:
     from kvladder.connectors.vllm.connector import KVLadderConnector
     from kvladder.connectors.vllm.reports.metrics import Changes

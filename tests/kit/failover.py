@@ -19,6 +19,7 @@ import kvladder
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
+from kvladder.testing.proxy import Networks
 from kvladder.testing.redisserver import RedisServer, redis_cluster
 from tests.kit.httpproxy import FAULTS, FaultyProxy
 from tests.kit.lanes import BEFORE, CLOSED, FIRST, LAST, Case, Figures, Held, Lane, Service
@@ -33,7 +34,7 @@ DEADLINE_S = 1.0
 """The deadline of each fetch."""
 SHORT_S, STOP_S = 0.15, 1.0
 """Times for which far ends are stopped: too short for their watchers to notice, and longer."""
-BREAKER = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
+BREAKER: dict[str, Any] = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
 CALL = "both"
 """Cases have blocks loaded and saved at once."""
 REDIS_SETTINGS = (
@@ -261,9 +262,14 @@ class SentinelLane(CacheLane):
     )
 
     def start(self) -> None:
-        started = self.undo.enter_context(watched(self.folder, REDIS_SETTINGS))
+        servers = watched(self.folder, REDIS_SETTINGS, reached_at=self.reached_at)
+        started = self.undo.enter_context(servers)
         self.primary, self.replica, self.sentinels = started
         self.repair()
+
+    def reached_at(self, server: RedisServer) -> int:
+        """Return the port at which all others reach a server."""
+        return server.port
 
     def settings(self) -> Mapping[str, Any]:
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
@@ -306,9 +312,11 @@ class SentinelLane(CacheLane):
         if len(ports) > 1:
             return False
         servers = self.primary, self.replica
-        self.primary, self.replica = servers if servers[0].port in ports else servers[::-1]
+        is_first = self.reached_at(servers[0]) in ports
+        self.primary, self.replica = servers if is_first else servers[::-1]
         if is_master(self.replica):
-            ask(self.replica, "REPLICAOF", "127.0.0.1", self.primary.port)
+            port = self.reached_at(self.primary)
+            ask(self.replica, "REPLICAOF", "127.0.0.1", port)
         return (
             is_master(self.primary)
             and is_linked(self.replica)
@@ -461,16 +469,13 @@ class ObjectLane(CacheLane):
 
     def start(self) -> None:
         self.server = self.undo.enter_context(ObjectServer(self.folder))
+        port = int(self.server.address.rpartition(":")[2])
+        networks = self.undo.enter_context(Networks())
+        self.proxy = networks.add(FaultyProxy(port, delay_s=1.25 * self.timeout_s))
 
     def settings(self) -> Mapping[str, Any]:
         options = self.server.options | {"endpoint": f"http://127.0.0.1:{self.proxy.port}"}
         return {"url": f"s3://{BUCKET}/kv", "options": options, "probe_cache": "1 ms"}
-
-    async def open(self) -> None:
-        port = int(self.server.address.rpartition(":")[2])
-        self.proxy = FaultyProxy(port, delay_s=1.25 * self.timeout_s)
-        await self.proxy.__aenter__()
-        await super().open()
 
     def strike(self, case: Case) -> float:
         met = self.proxy.met[case.fault]
@@ -479,10 +484,6 @@ class ObjectLane(CacheLane):
         until(lambda: self.proxy.met[case.fault] > met)
         self.proxy.fault = ""
         return time.monotonic()
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        await self.proxy.__aexit__()
 
 
 class StoreLane(CacheLane):

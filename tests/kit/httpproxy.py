@@ -1,4 +1,4 @@
-"""A proxy for an HTTP server that delays, cuts, truncates and refuses requests."""
+"""A proxy for an HTTP server that delays, cuts, truncates, damages and refuses requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvladder.testing.proxy import SlowNetwork
 
-FAULTS: Sequence[str] = ("delay", "cut", "truncate", "500")
+FAULTS: Sequence[str] = ("delay", "cut", "truncate", "flip", "500")
 _LENGTH = re.compile(rb"(?i)(\r\ncontent-length: *)(\d+)")
 _NO_BODY = re.compile(rb"HTTP/1\.\d (1\d\d|204|304)")
 _REFUSED = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"
@@ -30,6 +30,12 @@ class Message(NamedTuple):
         head = _LENGTH.sub(rb"\g<1>%d" % len(body), self.head, count=1)
         return self._replace(head=head, body=body)
 
+    def flipped(self) -> Message:
+        """Return the same message with another bit in the middle of its body."""
+        body = bytearray(self.body)
+        body[len(body) // 2] ^= 0x40
+        return self._replace(body=bytes(body))
+
 
 class FaultyProxy(SlowNetwork):
     """A proxy between clients and an HTTP server on loopback; an async context manager."""
@@ -41,6 +47,7 @@ class FaultyProxy(SlowNetwork):
 
         ``delay``: the response is late. ``cut``: the connection breaks within the first body, the
         request's or the response's. ``truncate``: half of that body is passed on as the whole.
+        ``flip``: a bit in the middle of that body is inverted.
         ``500``: the proxy gives this answer, and the server gets no request.
         """
         self.met = Counter[str]()
@@ -81,6 +88,8 @@ class FaultyProxy(SlowNetwork):
                 await back.drain()
                 return False
             fault = ""
+        elif request.body and fault == "flip":
+            request, fault = request.flipped(), ""
         back.write(request.head + request.body)
         await back.drain()
         response = await _message(there, to_head=request.head.startswith(b"HEAD "))
@@ -88,6 +97,8 @@ class FaultyProxy(SlowNetwork):
             await asyncio.sleep(self._delay_s)
         elif fault == "truncate":
             response = response.half()
+        elif fault == "flip" and response.body:
+            response = response.flipped()
         is_cut = fault == "cut"
         body = response.half().body if is_cut else response.body
         writer.write(response.head + body)

@@ -93,7 +93,7 @@ class Mooncake(ServerProcess):
                 f"--put_start_discard_timeout_sec={DISCARD_S}",
                 "--logtostderr",
             ],
-            *(partial(_listens, number) for number in self._ports),
+            *(partial(listens, number) for number in self._ports),
         )
 
     def add(self) -> None:
@@ -117,7 +117,8 @@ class Mooncake(ServerProcess):
         self.kill()
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Return whether a process accepts connections at a port of 127.0.0.1."""
     with suppress(OSError):
         socket.create_connection(("127.0.0.1", port), 1.0).close()
         return True

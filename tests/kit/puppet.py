@@ -21,13 +21,24 @@ class Puppet:
     ----------
     log:
         The file for its standard error.
+    python, path:
+        Another interpreter, and the only folder of this tree that it imports from.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[object], log: Path, *, name: str = "main"
+        self,
+        module: str,
+        arguments: Sequence[object],
+        log: Path,
+        *,
+        name: str = "main",
+        python: Path | None = None,
+        path: Path | None = None,
     ) -> None:
         self._log = log
-        command = [sys.executable, "-c", f"from {module} import {name}; {name}()"]
+        command = [str(python or sys.executable)]
+        command += ["-c", f"from {module} import {name}; {name}()"]
+        parts = [str(path)] if path else [part or "." for part in sys.path]
         with log.open("a") as errors:
             self.process = subprocess.Popen(
                 [*command, *map(str, arguments)],
@@ -35,7 +46,8 @@ class Puppet:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(part or "." for part in sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(parts)},
+                cwd=path,
             )
         self.ready = self._answer()
 

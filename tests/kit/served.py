@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,10 @@ _READY = re.compile(r"ready: clients at (\S+):(\d+), (\d+) blocks of up to (.*) 
 
 class Server:
     """A server in a folder, with a level of files; ended by ``stop`` or ``kill``."""
+
+    python = sys.executable
+    environment: Mapping[str, str] | None = None
+    """The interpreter, and its environment if it is not this process's."""
 
     def __init__(
         self,
@@ -62,9 +67,11 @@ class Server:
     def _start(self) -> None:
         self.file.write_text(yaml.safe_dump(self.stack))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "serve", str(self.file)],
+            [self.python, "-c", COMMAND, "serve", str(self.file)],
             stdout=subprocess.PIPE,
             text=True,
+            env=self.environment,
+            cwd=self.folder if self.environment else None,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -32,13 +32,19 @@ def knows_all(sentinel):
 
 
 @contextmanager
-def watched(folder, settings=()):
-    """A master, its replica, and three Sentinels that watch over them."""
+def watched(folder, settings=(), *, reached_at=lambda server: server.port):
+    """A master, its replica, and three Sentinels that watch over them.
+
+    ``reached_at`` returns the port at which all others reach a server: its own, or a proxy's.
+    """
     with RedisServer(folder, settings) as master, RedisServer(folder, settings) as replica:
-        replica.run("REPLICAOF", "127.0.0.1", master.port)
+        for server in (master, replica):
+            server.configure(replica_announce_port=reached_at(server))
+            server.run("CONFIG", "REWRITE")  # a restart reads it
+        replica.run("REPLICAOF", "127.0.0.1", reached_at(master))
         sentinels = [RedisServer(folder, mode="--sentinel") for _ in range(3)]
         for sentinel in sentinels:
-            sentinel.run("SENTINEL", "MONITOR", "kv", "127.0.0.1", master.port, 2)
+            sentinel.run("SENTINEL", "MONITOR", "kv", "127.0.0.1", reached_at(master), 2)
             sentinel.run("SENTINEL", "SET", "kv", "down-after-milliseconds", 300)
             sentinel.run("SENTINEL", "SET", "kv", "failover-timeout", 2000)
         for sentinel in sentinels:

@@ -230,13 +230,14 @@ def test_a_client_that_reads_no_answer_is_disconnected(cache, path, monkeypatch)
     assert ask(path, {"command": "stats"})
 
 
-def test_the_number_of_clients_is_limited(cache, path):
+def test_the_number_of_clients_that_wait_for_answers_is_limited(cache, path, monkeypatch):
+    monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
     streams = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS_MAX)]
     try:
         for stream in streams:
             stream.connect(str(path))
-            stream.sendall(get("/status"))
-            assert stream.recv(1 << 20)
+            stream.sendall(post(b'{"salt": "a", "wait_s": 86400}'))
+            time.sleep(0.1)
         with pytest.raises(ConfigError, match=f"{CLIENTS_MAX} clients are already connected"):
             ask(path, {"command": "stats"})
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -231,6 +232,37 @@ def test_slow_clients_are_disconnected_and_their_places_free(port, monkeypatch):
         for stream in streams:
             stream.close()
     until(lambda: sent(port, "/livez")[0] == 200)
+
+
+def is_live(stream):
+    """Return whether the answer to /livez arrives whole."""
+    found = b""
+    while not found.endswith(b"\r\n\r\nok\n") and (piece := stream.recv(1 << 16)):
+        found += piece
+    return found.startswith(b"HTTP/1.1 200") and found.endswith(b"ok\n")
+
+
+def test_clients_that_wait_give_way_to_new_ones_the_longest_first(port):
+    """Half of them have asked before, and half have sent only a part of a request."""
+    whole, streams = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", []
+    try:
+        for number in range(2 * CLIENTS_MAX):
+            stream = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+            streams.append(stream)
+            stream.sendall(whole[:-1] if number % 2 else whole)
+            if not number % 2:
+                assert is_live(stream)
+            assert sent(port, "/livez")[0] == 200, "each new client is answered at once"
+        newest = streams[-2]
+        newest.sendall(whole)
+        assert is_live(newest), "it still has its place"
+        for stream in streams[:CLIENTS_MAX]:
+            with contextlib.suppress(ConnectionResetError):
+                while stream.recv(1 << 16):  # ends as it has given its place away
+                    pass
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 # ---- the port

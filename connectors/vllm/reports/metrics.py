@@ -102,12 +102,22 @@ class Changes:
             sent[joined] = value
             if value == before:
                 continue
-            if before is not None and metric.kind == "counter":
-                value -= before
-            elif before is not None and metric.kind == "histogram":
-                value = [a - b for a, b in zip(value, before, strict=True)]
+            if before is not None and metric.kind != "gauge":
+                value = _added(value, before)
             found.setdefault(metric.name, {})[joined] = value
         return KVLadderStats(data=found) if found else None
+
+
+def _added(now: Any, before: Any) -> Any:
+    """Return what was counted since ``before``; of a counter that began anew, all of it.
+
+    A counter falls when a server, a tier's process or a level is replaced. Prometheus' client
+    raises an error if it is told to subtract, and this error would end vLLM.
+    """
+    if isinstance(now, list):
+        added = [a - b for a, b in zip(now, before, strict=True)]
+        return now if min(added) < 0 else added
+    return now if now < before else now - before
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
