@@ -154,7 +154,7 @@ class Engine:
         self.cache = await SimCache.open(
             *self._specs(),
             slots=slots,
-            reserve_blocks=random.choice((0, 2)),
+            reserve_blocks=random.choice((3, 4)),
             fetch_blocks_max=random.choice((slots // 2, slots)),
             threads=threads,
             shares=half if random.random() < 0.3 else Shares(),

@@ -129,8 +129,8 @@ def engine_dies(fleet: Fleet, a: int, b: int) -> Injected:
     engine = _pick([one for one in fleet.engines if one.process is not None], a)
     if engine is None:
         return None
+    fleet._again()
     engine.kill("keep")
-    fleet._again(engine)
     return partial(fleet._reopen, engine), engine.machine
 
 
@@ -143,8 +143,8 @@ def power_cut(fleet: Fleet, a: int, b: int) -> Injected:
         engine.disk.crash_at = engine.disk.calls + 1 + b % 5
         return None, engine.machine
     mode = MODES[b // 2 % len(MODES)]
+    fleet._again()
     engine.kill(mode)
-    fleet._again(engine)
     return partial(fleet._reopen, engine), f"{engine.machine} {mode}"
 
 

@@ -199,8 +199,8 @@ class Fleet:
         hangs = self.mooncake is not None and self.mooncake.hanging  # only a kill ends such calls
         if engine.is_up and not hangs:
             self.note(f"upgrade {engine.machine}")
+            self._again()
             engine.close()
-            self._again(engine)
             engine.open()
 
     # ---- purges on all engines
@@ -220,10 +220,17 @@ class Fleet:
             self._purge = dict.fromkeys(self.engines)
             self.note(f"purge {SALTS[salt]}")
 
-    def _again(self, engine: Engine) -> None:
-        """An engine begins anew: so does its part of a purge."""
+    def _again(self) -> None:
+        """Begin a purge anew on all engines, as one ends, and may have written meanwhile."""
         if self._purge is not None:
+            self._let_go()
             self._purge = dict.fromkeys(self.engines)
+
+    def _let_go(self) -> None:
+        """End the steps of a purge, in the engines that run: the rest is done at once."""
+        for engine, steps in (self._purge or {}).items():
+            if steps is not None and engine.process is not None:
+                engine.process.run(steps.close)
 
     def _purge_on(self) -> None:
         """Let each engine take a step of its purge."""
@@ -294,8 +301,8 @@ class Fleet:
         self._purge_on()
 
     def _crash(self, engine: Engine, mode: Any) -> None:
+        self._again()
         engine.kill(mode)
-        self._again(engine)
         self._due.append((self.loop.time() + 2.0, partial(self._reopen, engine)))
 
     def _reopen(self, engine: Engine) -> None:
@@ -434,7 +441,7 @@ class Fleet:
             assert self.model.is_right(key, reader.bytes_of(slot)), "wrong bytes at the end"
         sources = fetch.sources
         reader.process.run(fetch.release)
-        return sources == [level] * len(keys)
+        return {*sources} == {level}  # fewer than all if those that the level holds are worth more
 
     def _served(self, engine: Engine, keys: list[BlockKey], levels: list[str] | None) -> Any:
         assert engine.process is not None
@@ -469,6 +476,7 @@ class Fleet:
     def dispose(self) -> None:
         """Give back the real resources of a fleet that failed."""
         if not self.loop.is_closed():
+            self._let_go()
             for engine in self.engines:
                 engine.kill()
             for server in self.servers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import Context
 from random import Random
@@ -48,6 +48,8 @@ class End(asyncio.Transport):
         self.is_open = True
         self.held: list[tuple[float, Callable[..., object], tuple[Any, ...]]] = []
         """Packets that a cut network holds up: when they were sent, and their arrival."""
+        self._came: deque[bytes] = deque()
+        """Bytes that have arrived, and that the process has not taken."""
         self._last_s = 0.0
         """Time at which the last packet of this end arrives."""
 
@@ -101,9 +103,12 @@ class End(asyncio.Transport):
     def arrive(self, data: bytes) -> None:
         """Take bytes for the protocol; they wait while the process is stopped."""
         if self.is_open and self.process is not None:
-            self.process.post(self._take, data)
+            self._came.append(data)
+            self.process.post(self._take)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self) -> None:
+        """Give the protocol the next bytes; callbacks of equal time run in any order."""
+        data = self._came.popleft()
         if not self.is_open:
             return
         if not isinstance(self.protocol, asyncio.BufferedProtocol):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextvars import Context
 from typing import Any
+from zlib import crc32
 
 from redis.crc import key_slot
 
@@ -178,11 +179,11 @@ class Session(asyncio.Protocol):
     def do_scan(self, cursor: bytes, *rest: bytes) -> Any:
         assert rest[0] == b"MATCH"
         pattern = re.compile(fnmatch.translate(rest[1].decode().replace("[", "[[]")))
-        names = sorted(self.node.data)
-        at = int(cursor)
-        step = names[at : at + 7]
-        found = [name for name in step if pattern.match(name.decode()) and self.node.at(name)]
-        return [b"%d" % (at + 7 if at + 7 < len(names) else 0), found]
+        # by hash, so that keys that come and go meanwhile hide no other key
+        names = sorted((crc32(name), name) for name in self.node.data)
+        step = [one for one in names if one[0] >= int(cursor)]
+        found = [n for _, n in step[:7] if pattern.match(n.decode()) and self.node.at(n)]
+        return [b"%d" % (step[7][0] if len(step) > 7 else 0), found]
 
     # ---- commands of keys
 
