@@ -164,6 +164,7 @@ class Engine:
         self.hints = HintExecutor.of(self.cache.manager)
         self.manager = self.cache.manager
         self._clock = shared.clock
+        self.manager.take_events()  # those of the start: a listener asks then what is there
         self.events = Replay(self.cache)
 
     def jump(self, seconds: float) -> None:
@@ -178,6 +179,7 @@ class Engine:
             return
         process = self.process
         process.hurry()
+        self.disk.crash_at = None
         for request in self.requests:
             process.run(self._leave, request)
         self.requests.clear()

@@ -374,6 +374,7 @@ class Fleet:
         self.check()
         for engine in self.engines:
             engine.check_quiet()
+        self._clear()
         self._check_used()
         for server in self.servers:
             counts = server.offers.counts()
@@ -406,6 +407,26 @@ class Fleet:
             engine.open()
             assert engine.process is not None
             engine.process.hurry()
+
+    def _clear(self) -> None:
+        """Forget every block on all engines, and check that no memory, disk or store has one."""
+        keys = [*self.model.salts]
+        self.model.purging(keys)
+        for engine in self.engines:
+            assert engine.process is not None
+            engine.process.run(engine.manager.clear)
+        for _ in range(200):
+            self._sleep(0.1)
+            if not any(engine.manager.removals for engine in self.engines):
+                break
+        else:
+            raise AssertionError("a removal of everything never ends")
+        self.model.purged(keys)
+        self.damaged.clear()
+        self.check()
+        for engine in self.engines:
+            levels = [engine.cache.stack.host, *engine.cache.levels]
+            assert not any(len(level.index) for level in levels), "a level is not empty"
 
     def _check_used(self) -> None:
         """Check that each store takes new blocks of one engine and gives them to another."""

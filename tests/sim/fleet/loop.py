@@ -7,6 +7,7 @@ import contextvars
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
 
 from kvladder.testing.sim import SimLoop
 
@@ -124,6 +125,7 @@ class FleetLoop(SimLoop):
         self.net: Any = None
         self.errors: list[str] = []
         """Exceptions of callbacks, and those of tasks that no other task awaits."""
+        self._owners: WeakKeyDictionary[asyncio.Task[Any], Process] = WeakKeyDictionary()
         super().__init__(seed)
         self.set_task_factory(self._task)
         self.set_exception_handler(self._failed)
@@ -131,9 +133,10 @@ class FleetLoop(SimLoop):
     def _failed(self, _: Any, context: dict[str, Any]) -> None:
         """Note an exception, unless it was raised in a process that is dead."""
         process = HERE.get()
-        for name in ("handle", "task", "future"):
-            of = getattr(context.get(name), "_context", None)
-            process = of.get(HERE) if of is not None else process
+        if (handle := context.get("handle")) is not None:
+            process = handle._context.get(HERE)
+        elif (task := context.get("task")) is not None:
+            process = self._owners.get(task)
         if process is None or process.is_alive:
             self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
@@ -141,6 +144,7 @@ class FleetLoop(SimLoop):
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
         if (process := HERE.get()) is not None:
             process.owns(task)
+            self._owners[task] = process
         return task
 
     def _run_one(self) -> None:
