@@ -7,7 +7,6 @@ import contextvars
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
-from weakref import WeakKeyDictionary
 
 from kvladder.testing.sim import SimLoop
 
@@ -125,7 +124,6 @@ class FleetLoop(SimLoop):
         self.net: Any = None
         self.errors: list[str] = []
         """Exceptions of callbacks, and those of tasks that no other task awaits."""
-        self._owners: WeakKeyDictionary[asyncio.Task[Any], Process] = WeakKeyDictionary()
         super().__init__(seed)
         self.set_task_factory(self._task)
         self.set_exception_handler(self._failed)
@@ -136,7 +134,7 @@ class FleetLoop(SimLoop):
         if (handle := context.get("handle")) is not None:
             process = handle._context.get(HERE)
         elif (task := context.get("task")) is not None:
-            process = self._owners.get(task)
+            process = getattr(task, "process", None)
         if process is None or process.is_alive:
             self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
@@ -144,7 +142,7 @@ class FleetLoop(SimLoop):
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
         if (process := HERE.get()) is not None:
             process.owns(task)
-            self._owners[task] = process
+            task.process = process  # type: ignore[attr-defined]
         return task
 
     def _run_one(self) -> None:
