@@ -108,7 +108,10 @@ def worlds(
             continue
         tally.add(fleet, len(chosen))
         if tally.worlds % 100 == 0:
-            print(f"{tally.worlds} worlds, to seed {seed}: {tally.faults.total():,} faults", flush=True)
+            print(
+                f"{tally.worlds} worlds, to seed {seed}: {tally.faults.total():,} faults",
+                flush=True,
+            )
     return tally
 
 

@@ -99,6 +99,6 @@ def test_a_failure_is_printed_with_a_command_that_repeats_it(
     assert len(only.split(",")) == 1
     monkeypatch.undo()
     monkeypatch.setattr(Engine, "jump", broken)
+    chosen = [drawn(seed, 20)[int(index)] for index in only.split(",")]
     with pytest.raises(Failed, match="broken by"):
-        plan = drawn(seed, 20)
-        run(seed, [plan[int(index)] for index in only.split(",")])
+        run(seed, chosen)

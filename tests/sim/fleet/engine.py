@@ -226,14 +226,10 @@ class Engine:
             priorities = [max(0, priority - 5 * position) for position in range(length)]
         session = None if who > 2 else f"{SALTS[salt]}-{who}-{self._ended[who]}"
         deadline_s = self.random.choice((0.0, 0.05, 3.0))
-        fetch = self.manager.fetch(
-            keys, deadline_s=deadline_s, salt=SALTS[salt], session=session
-        )
+        fetch = self.manager.fetch(keys, deadline_s=deadline_s, salt=SALTS[salt], session=session)
         self._names += 1
         until_s = self.loop.time() + deadline_s
-        self.requests.append(
-            Request(self._names, salt, keys, priorities, session, fetch, until_s)
-        )
+        self.requests.append(Request(self._names, salt, keys, priorities, session, fetch, until_s))
 
     def poll(self) -> None:
         """Let each request do its next step."""
@@ -365,4 +361,3 @@ class Engine:
         assert arena.free + len(stack.host.index) == arena.slots, f"{self.machine} lost a slot"
         for level in self.cache.levels:
             assert level.places.taken == len(level.index), f"{level.name} lost a place"
-

@@ -19,7 +19,6 @@ from kvladder.keys import BlockKey, salt_digest
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LAYOUT
 from kvladder.tiers.base import Tier
-from kvladder.tiers.context import Blocking
 from kvladder.tiers.label import LABEL_BYTES, LabelFields, told
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
@@ -124,9 +123,7 @@ class Fleet:
     def _redis_tier(self) -> Tier:
         assert self.redis is not None
         more = {"quota": QUOTA} if self.knobs.quota else {}
-        return RedisTier(
-            RedisOptions(url=f"redis://{self.redis.addresses}", cluster=True, **more)
-        )
+        return RedisTier(RedisOptions(url=f"redis://{self.redis.addresses}", cluster=True, **more))
 
     def _mooncake_tier(self) -> Tier:
         assert self.mooncake is not None
@@ -504,4 +501,3 @@ class Fleet:
                 server.kill()
             self._dispose()
             self.loop.close()
-

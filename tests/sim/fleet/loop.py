@@ -192,6 +192,8 @@ class FleetLoop(SimLoop):
         handles.append(super().call_at(when, due, context=context))
         return handles[0]
 
-    async def create_connection(self, make: Any, host: Any = None, port: Any = None, **_: Any) -> Any:  # type: ignore[override]
+    async def create_connection(
+        self, make: Any, host: Any = None, port: Any = None, **_: Any
+    ) -> Any:  # type: ignore[override]
         """Connect over the simulated network."""
         return await self.net.connect(make, host, port)

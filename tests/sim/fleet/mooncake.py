@@ -16,8 +16,16 @@ from typing import Any
 
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.mooncake import tier as module
-from kvladder.tiers.mooncake.tier import LEASE_OVER, NO_ROOM, NOT_READY, NOT_THERE, OK
-from kvladder.tiers.mooncake.tier import THERE_ALREADY, MooncakeOptions, MooncakeTier
+from kvladder.tiers.mooncake.tier import (
+    LEASE_OVER,
+    NO_ROOM,
+    NOT_READY,
+    NOT_THERE,
+    OK,
+    THERE_ALREADY,
+    MooncakeOptions,
+    MooncakeTier,
+)
 from tests.sim.fleet.loop import FleetLoop
 
 NODES = 2
@@ -200,5 +208,3 @@ class SimMooncakeTier(MooncakeTier):
         if self._objects.is_away:
             raise module.TierError("the master does not list the blocks")
         return sorted(self._objects.held)
-
-

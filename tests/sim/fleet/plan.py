@@ -91,20 +91,20 @@ class Failed(AssertionError):
 def run(seed: int, steps: Sequence[Step]) -> Fleet:
     """Run a fleet through steps; raise ``Failed`` at the first broken invariant."""
     with coarse():
-        fleet, at = Fleet(seed), 0
+        fleet, taken = Fleet(seed), 0
         try:
-            for at, step in enumerate(steps):
+            for step in steps:
                 step.take(fleet)
                 fleet.poll()
                 fleet.check()
-            at = len(steps)
+                taken += 1
             fleet.finish()
         except BaseException as error:
             with suppress(BaseException):
                 fleet.dispose()
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise Failed(error, at, fleet.trace[-TRACE_LINES:]) from error
+            raise Failed(error, taken, fleet.trace[-TRACE_LINES:]) from error
         return fleet
 
 

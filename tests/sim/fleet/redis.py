@@ -243,8 +243,8 @@ def store(data: dict[bytes, Value], key: bytes, value: Value | None) -> None:
 class RedisCluster:
     """Three primaries with a replica each. Replicas get each write a little later.
 
-    ``undone`` is called with each key and value that a fail-over brings back: a removal that no replica had
-    got yet is lost with its primary. That is a limit of Redis, which no client can lift.
+    ``undone`` is called with each key and value that a fail-over brings back: a removal that no
+    replica had got yet is lost with its primary. That is a limit of Redis: no client can lift it.
     """
 
     def __init__(self, loop: FleetLoop, net: Net, undone: Callable[[bytes, bytes], object]) -> None:
