@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from kvladder.tiers.context import TierContext
 from kvladder.tiers.mooncake import tier as module
 from kvladder.tiers.mooncake.tier import (
     LEASE_OVER,
@@ -190,19 +190,17 @@ class SimMooncakeTier(MooncakeTier):
         super().__init__(MooncakeOptions(master="mooncake:50051", admin="mooncake:9003"))
         self._objects = objects
 
-    async def open(self, context: TierContext) -> None:
-        self.context = context
+    def _open(self) -> None:
         library = SimpleNamespace(
             MooncakeDistributedStore=lambda: Library(self._objects),
             ReplicateConfig=SimpleNamespace,
             SoftPinAction=SimpleNamespace(ENABLE=1),
         )
-        before = module._library, module._free_port
-        try:
-            module._library, module._free_port = lambda: library, lambda _host: 1
-            await super().open(context)
-        finally:
-            module._library, module._free_port = before
+        with (
+            mock.patch.object(module, "_library", lambda: library),
+            mock.patch.object(module, "_free_port", lambda _host: 1),
+        ):
+            super()._open()
 
     def _list(self) -> list[str]:
         if self._objects.is_away:
