@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvladder.errors import TierError
 from kvladder.export.cache import ServerOffers
 from kvladder.export.session import Session
 from kvladder.policy.offload import OffloadRule
@@ -234,7 +235,7 @@ async def once(line: Line) -> None:
 
 def unfenced(session: Session) -> None:
     session._over = True
-    session._pump.close(doors.TierError("the session is over"))
+    session._pump.close(TierError("the session is over"))
 
 
 OF_FLEETS: dict[str, tuple[Any, str, Any]] = {

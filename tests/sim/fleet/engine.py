@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,6 +321,12 @@ class Engine:
         body = {**envelope, "actions": [{**action, "payload": payload}]}
         request = OwnRequest(keys, SALTS[salt])
         self.hints.apply(body, request=request, caller=SALTS[salt])
+
+    def begin_purge(self, salt: str) -> Generator[dict[str, int]]:
+        """Begin to purge a salt; each step of the answer purges more."""
+        assert self.process is not None
+        stack, digest = self.cache.stack, self.manager._digest(salt)
+        return self.process.run(stack.purge, digest)
 
     def bytes_of(self, slot: Slot) -> bytes:
         """Return the bytes of a block in a slot."""

@@ -98,18 +98,18 @@ def isolate(fleet: Fleet, a: int, b: int) -> Injected:
 
 
 def _processes(fleet: Fleet, kind: str) -> list[tuple[str, Process]]:
-    owners: list[Any] = {
+    every: dict[str, list[Any]] = {
         "engine": [*fleet.engines],
         "server": [*fleet.servers],
         "redis": [] if fleet.redis is None else [*fleet.redis.nodes],
         "bucket": [] if fleet.bucket is None else [fleet.bucket],
-    }[kind]
-    found = ((getattr(one, "machine", kind), one.process) for one in owners)
+    }
+    found = ((getattr(one, "machine", kind), one.process) for one in every[kind])
     return [(name, process) for name, process in found if process is not None]
 
 
 def _stopped(kind: str, fleet: Fleet, a: int, b: int) -> Injected:
-    name, process = _pick(_processes(fleet, kind), a) or (None, None)
+    name, process = _pick(_processes(fleet, kind), a) or ("", None)
     if process is None or process.is_stopped:
         return None
     process.stop()
@@ -117,7 +117,7 @@ def _stopped(kind: str, fleet: Fleet, a: int, b: int) -> Injected:
 
 
 def _slow(kind: str, fleet: Fleet, a: int, b: int) -> Injected:
-    name, process = _pick(_processes(fleet, kind), a) or (None, None)
+    name, process = _pick(_processes(fleet, kind), a) or ("", None)
     if process is None or process.is_stopped:
         return None
     process.crawl(0.002, (0.02, 0.2)[b % 2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -70,7 +70,7 @@ class Fleet:
         self.damaged: set[bytes] = set()
         """Keys of stored blocks whose bytes were changed."""
         self._due: list[tuple[float, Any]] = []
-        self._purge: dict[Engine, Iterator[Any] | None] | None = None
+        self._purge: dict[Engine, Generator[Any] | None] | None = None
         self._purged = 0
         """The salt that is being purged: no request uses it meanwhile."""
         self._purged_keys: list[BlockKey] = []
@@ -122,8 +122,9 @@ class Fleet:
 
     def _redis_tier(self) -> Tier:
         assert self.redis is not None
-        more = {"quota": QUOTA} if self.knobs.quota else {}
-        return RedisTier(RedisOptions(url=f"redis://{self.redis.addresses}", cluster=True, **more))
+        quota = QUOTA if self.knobs.quota else QuotaOptions()
+        url = f"redis://{self.redis.addresses}"
+        return RedisTier(RedisOptions(url=url, cluster=True, quota=quota))
 
     def _mooncake_tier(self) -> Tier:
         assert self.mooncake is not None
@@ -244,7 +245,7 @@ class Fleet:
                 continue
             if steps is None:
                 salt = SALTS[self._purged]
-                steps = self._purge[engine] = engine.process.run(engine.manager.purge, salt)
+                steps = self._purge[engine] = engine.begin_purge(salt)
             ended = engine.process.run(next, steps, None) is None
             is_done &= ended and not engine.manager.removals
         if is_done:
@@ -422,8 +423,8 @@ class Fleet:
         self.damaged.clear()
         self.check()
         for engine in self.engines:
-            levels = [engine.cache.stack.host, *engine.cache.levels]
-            assert not any(len(level.index) for level in levels), "a level is not empty"
+            held = engine.cache.stack.indexes.values()
+            assert not any(map(len, held)), "a level is not empty"
 
     def _check_used(self) -> None:
         """Check that each store takes new blocks of one engine and gives them to another."""
@@ -444,8 +445,9 @@ class Fleet:
         assert writer.process is not None
         assert reader.process is not None
         fetch = self._served(writer, keys, None)
-        some = {"priorities": [80] * len(keys), "levels": ["host", level]}
-        save = writer.process.run(partial(writer.manager.save, keys, **some))
+        priorities, levels = [80] * len(keys), ["host", level]
+        saving = partial(writer.manager.save, keys, priorities=priorities, levels=levels)
+        save = writer.process.run(saving)
         for index, slot in zip(save.indices, save.slots, strict=True):
             data = self.model.payload(keys[index])
             writer.cache.arena.view(slot)[:BLOCK_BYTES] = data

@@ -109,12 +109,13 @@ class Process:
 
     async def _over(self) -> None:
         for _ in range(100):
-            if not (left := self.tasks):
+            left = self.tasks
+            if not left:
                 return
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=0.5)
-        raise AssertionError(f"{self.machine}: tasks do not end: {left}")
+        raise AssertionError(f"{self.machine}: tasks do not end: {self.tasks}")
 
 
 class FleetLoop(SimLoop):
@@ -192,8 +193,8 @@ class FleetLoop(SimLoop):
         handles.append(super().call_at(when, due, context=context))
         return handles[0]
 
-    async def create_connection(
+    async def create_connection(  # type: ignore[override]
         self, make: Any, host: Any = None, port: Any = None, **_: Any
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         """Connect over the simulated network."""
         return await self.net.connect(make, host, port)

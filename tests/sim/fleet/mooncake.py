@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from kvladder.errors import TierError
 from kvladder.tiers.mooncake import tier as module
 from kvladder.tiers.mooncake.tier import (
     LEASE_OVER,
@@ -197,12 +198,12 @@ class SimMooncakeTier(MooncakeTier):
             SoftPinAction=SimpleNamespace(ENABLE=1),
         )
         with (
-            mock.patch.object(module, "_library", lambda: library),
-            mock.patch.object(module, "_free_port", lambda _host: 1),
+            mock.patch.object(module, "_library", return_value=library),
+            mock.patch.object(module, "_free_port", return_value=1),
         ):
             super()._open()
 
     def _list(self) -> list[str]:
         if self._objects.is_away:
-            raise module.TierError("the master does not list the blocks")
+            raise TierError("the master does not list the blocks")
         return sorted(self._objects.held)

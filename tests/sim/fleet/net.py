@@ -115,7 +115,7 @@ class End(asyncio.Transport):
             self.protocol.data_received(data)
             return
         while data and self.is_open:
-            buffer = self.protocol.get_buffer(-1)
+            buffer: Any = self.protocol.get_buffer(-1)
             size = min(len(buffer), len(data))
             buffer[:size] = data[:size]
             data = data[size:]

@@ -61,8 +61,8 @@ def drawn(seed: int, count: int = STEPS) -> list[Step]:
     for _ in range(count):
         table = kinds if random.random() < share else WORK
         (name,) = random.choices([*table], [*table.values()])
-        numbers = (random.randrange(1 << 16) for _ in range(3))
-        steps.append(Step(name, *numbers, random.choice((0.1, 0.5, 3.0, 10.0))))
+        a, b, c = (random.randrange(1 << 16) for _ in range(3))
+        steps.append(Step(name, a, b, c, random.choice((0.1, 0.5, 3.0, 10.0))))
     return steps
 
 

@@ -11,6 +11,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -310,8 +311,8 @@ class RedisCluster:
                 now_s = self.loop.time()
                 at_s = now_s + self.net.latency_s(node.machine, replica.machine)
                 replica.told_s = at_s = max(at_s, replica.told_s + 1e-6)
-                call = self._replicated, node, replica, key, value
-                self.loop.call_later(at_s - now_s, *call, context=Context())
+                call = partial(self._replicated, node, replica, key, value)
+                self.loop.call_later(at_s - now_s, call, context=Context())
 
     def _replicated(self, node: Node, replica: Node, key: bytes, value: Value | None) -> None:
         if replica.follows is not node or not replica.is_synced:
