@@ -35,6 +35,7 @@ class Tally:
     steps: int = 0
     simulated_s: float = 0.0
     purges: int = 0
+    undone: int = 0
     failovers: int = 0
     faults: Counter[str] = field(default_factory=Counter[str])
     packets: Counter[str] = field(default_factory=Counter[str])
@@ -47,6 +48,7 @@ class Tally:
         self.steps += steps
         self.simulated_s += fleet.loop.time()
         self.purges += fleet.purges
+        self.undone += fleet.undone
         self.failovers += 0 if fleet.redis is None else fleet.redis.failovers
         self.faults += fleet.faults
         self.packets += fleet.net.counts
@@ -69,7 +71,8 @@ class Tally:
         yield f"{self.worlds:,} worlds, {self.steps:,} steps, {self.simulated_s:,.0f} simulated"
         yield f"seconds. Packets of the network: {packets}."
         yield f"Blocks served and compared: {blocks}."
-        yield f"Purges on all engines: {self.purges:,}. Fail-overs of Redis: {self.failovers:,}."
+        yield f"Purges on all engines: {self.purges:,}. Fail-overs of Redis: {self.failovers:,},"
+        yield f"which took back {self.undone:,} removals that replicas had not got."
         yield f"Worlds that failed: {len(self.failed)}."
 
 

@@ -75,6 +75,8 @@ class Fleet:
         """The salt that is being purged: no request uses it meanwhile."""
         self._purged_keys: list[BlockKey] = []
         self.purges = 0
+        self.undone = 0
+        """Removals that a fail-over of Redis took back."""
         self._open(seed)
 
     def _own(self, name: str) -> Random:
@@ -137,9 +139,8 @@ class Fleet:
     def _undone(self, name: bytes, value: bytes) -> None:
         """A fail-over of Redis brings a removed block back: no client can prevent that."""
         label = told(value[:LABEL_BYTES])
-        if label is not None:
-            self.faults["redis: removal undone by a fail-over"] += 1
-            self.model.comes_back(label.key, value[LABEL_BYTES:])
+        if label is not None and self.model.comes_back(label.key, value[LABEL_BYTES:]):
+            self.undone += 1
 
     def note(self, text: str) -> None:
         """Add to the trace."""

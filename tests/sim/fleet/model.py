@@ -77,10 +77,11 @@ class FleetModel:
         """A purge is complete on all engines: none of the bytes from before is served any more."""
         for key in keys:
             self.floors[key] = self.versions[key]
-            self.undone.pop(key, None)
 
-    def comes_back(self, key: BlockKey, data: bytes) -> None:
-        """A store brings back bytes whose removal it had confirmed."""
+    def comes_back(self, key: BlockKey, data: bytes) -> bool:
+        """A store brings back bytes; return whether a purge has removed them, or is about to."""
         of, version = self._known.get(data, (None, 0))
-        if of == key:
+        is_old = of == key and version < self.versions[key]
+        if is_old:
             self.undone[key].add(version)
+        return is_old

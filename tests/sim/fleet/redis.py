@@ -60,6 +60,8 @@ class Node:
         if self.process is None:
             self.runs += 1
             self.data, self.is_synced = {}, False
+            for replica in self.cluster.nodes:
+                replica.is_synced &= replica.follows is not self  # it gets the empty state, too
             self.process = Process(self.machine, self.cluster.loop)
             self.cluster.net.listen(self.process, PORT, lambda end: Session(self, end))
 
@@ -244,8 +246,9 @@ def store(data: dict[bytes, Value], key: bytes, value: Value | None) -> None:
 class RedisCluster:
     """Three primaries with a replica each. Replicas get each write a little later.
 
-    ``undone`` is called with each key and value that a fail-over brings back: a removal that no
-    replica had got yet is lost with its primary. That is a limit of Redis: no client can lift it.
+    ``undone`` is called with each key and value that the replica has which takes over: a removal
+    that it had not got yet is lost with its primary. That is a limit of Redis: no client can lift
+    it.
     """
 
     def __init__(self, loop: FleetLoop, net: Net, undone: Callable[[bytes, bytes], object]) -> None:
@@ -255,7 +258,8 @@ class RedisCluster:
         self.sessions: dict[int, Session] = {}
         self.failovers = 0
         self._ids = 0
-        self.nodes = [Node(self, number) for number in range(6)]
+        self.nodes: list[Node] = []
+        self.nodes += [Node(self, number) for number in range(6)]
         for number, node in enumerate(self.nodes):
             node.start()
             node.is_synced = True
@@ -265,7 +269,6 @@ class RedisCluster:
                 node.follows = self.nodes[number - 3]
         self._owners = {slot: node for node in self.nodes for slot in node.slots}
         self._table: list[Any] = []
-        self.removed: dict[Node, set[bytes]] = {node: set() for node in self.nodes}
         self._ticking = loop.create_task(self._tick(), name="redis-bus")
 
     def next_id(self) -> int:
@@ -304,8 +307,6 @@ class RedisCluster:
 
     def replicate(self, node: Node, key: bytes, value: Value | None) -> None:
         """Send a write to the replicas of a node."""
-        if value is None:
-            self.removed[node].add(key)
         for replica in self.nodes:
             if replica.follows is node:
                 now_s = self.loop.time()
@@ -342,13 +343,12 @@ class RedisCluster:
         if not heirs:
             return
         heir = heirs[0]
-        for key in sorted(self.removed[node]):
-            if isinstance(value := heir.at(key), bytes):
+        for key, (value, _) in sorted(heir.data.items()):
+            if b"{" in key:
                 self.undone(key, value)
         self.failovers += 1
         heir.slots, node.slots = node.slots, set()
         heir.follows, heir.is_synced = None, True
-        self.removed[heir] |= self.removed[node]
         for other in self.nodes:
             if other.follows is node or other is node:
                 other.follows, other.is_synced = heir, False
