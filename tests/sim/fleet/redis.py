@@ -371,7 +371,10 @@ class RedisCluster:
         source, target = primaries[number % len(primaries)], primaries[number // 7 % len(primaries)]
         if source is target or not self.reaches(source, target):
             return
-        moved = {slot for slot in source.slots if (slot + number) % 16 == 0}
+        self.move(source, target, {slot for slot in source.slots if (slot + number) % 16 == 0})
+
+    def move(self, source: Node, target: Node, moved: set[int]) -> None:
+        """Move slots of one primary to another, with their keys."""
         for node in self.nodes:  # leftovers of an earlier time as their owner
             if node is target or node.follows is target:
                 for key in [key for key in node.data if key_slot(key) in moved]:
