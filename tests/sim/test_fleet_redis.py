@@ -17,7 +17,7 @@ from tests.sim.fleet.redis import RedisCluster, Session
 
 
 async def _purged(cluster: RedisCluster) -> None:
-    """Save blocks of a salt, purge it from another engine, and wait until it says that it is done."""
+    """Save blocks of a salt, purge it from another engine, and wait until that is done."""
 
     def level() -> LevelSpec:
         tier = RedisTier(RedisOptions(url=f"redis://{cluster.addresses}", cluster=True))
