@@ -233,6 +233,8 @@ async def _blocking(result: Any, given_up: Callable[[], None]) -> Any:
         while not ending.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({ending})
+        if not ending.cancelled():
+            ending.exception()  # mark it as retrieved: a given-up call's error has no reader
         raise
 
 

@@ -49,15 +49,6 @@ def test_worlds_with_codecs_run_five_thousand_steps() -> None:
 
 
 @pytest.mark.slow
-def test_worlds_with_a_shared_tier_run_five_thousand_steps() -> None:
-    worlds = [soak.run_world(seed, kind="shared") for seed in range(70_000, 70_025)]
-    found = sum(level.stats.found for world in worlds for level in world.cache.levels)
-    lost = sum(level.stats.misses for world in worlds for level in world.cache.levels)
-    assert found > 50
-    assert lost
-
-
-@pytest.mark.slow
 def test_worlds_with_request_parameters_run_ten_thousand_steps() -> None:
     worlds = [soak.run_world(seed, kind="wishing") for seed in range(80_050, 80_100)]
     served = sum((world.served for world in worlds), start=worlds[0].served)

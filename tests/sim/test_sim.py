@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
@@ -300,3 +301,22 @@ async def test_a_blocking_function_that_was_cancelled_before_it_began_does_not_r
     assert not called
     with pytest.raises(ZeroDivisionError):
         await inline_blocking(divmod, 1, 0)
+
+
+async def test_the_error_of_a_call_that_was_given_up_is_not_reported() -> None:
+    said: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: said.append(context["message"]))
+
+    async def fails_late() -> None:
+        await asyncio.sleep(1.0)
+        raise ValueError("late")
+
+    call = asyncio.create_task(inline_blocking(fails_late))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    await asyncio.wait({call})
+    assert call.cancelled()
+    del call  # with its traceback, which holds the error
+    gc.collect()
+    assert said == []

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvladder.errors import TierError
+from kvladder.export.cache import ServerOffers
+from kvladder.export.session import Session
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
@@ -27,10 +30,14 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
 from kvladder.tiers.ladder.writing.transit import WritesInFlight, WriteState, facts_of
 from kvladder.tiers.ladder.writing.writer import Writer
+from kvladder.tiers.nixl.line import Connection, Line
+from kvladder.tiers.redis.servers import Servers
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
+from tests.sim.fleet import plan
 
 WORLDS = 800
+FLEETS = 20
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -207,3 +214,47 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises((AssertionError, KeyError, SystemExit, KeyboardInterrupt)):
         run_worlds()
+
+
+async def at_once(*_: Any) -> None:
+    pass
+
+
+async def once(line: Line) -> None:
+    """Connect, and do nothing when the connection breaks."""
+    connection = Connection(line._client, line._dial)
+    try:
+        await connection.open()
+        line._here = connection
+        line._tried.set()
+        await connection.closed
+    finally:
+        connection.close()
+        line._tried.set()
+
+
+def unfenced(session: Session) -> None:
+    session._over = True
+    session._pump.close(TierError("the session is over"))
+
+
+OF_FLEETS: dict[str, tuple[Any, str, Any]] = {
+    "an aborted operation does not wait for its end": (Connection, "_give_up", at_once),
+    "a session ends without its fence": (Session, "fence", unfenced),
+    "a client that has gone keeps its slots": (ServerOffers, "gone", at_once),
+    "a broken line is not connected again": (Line, "_run", once),
+    "redirections are not followed": (Servers, "_again", lambda *_: False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OF_FLEETS)
+def test_fleets_find_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*OF_FLEETS[fault])
+
+    def run_fleets() -> None:
+        for seed in range(FLEETS):
+            plan.run(seed, plan.drawn(seed))
+
+    with pytest.raises(plan.Failed):
+        run_fleets()

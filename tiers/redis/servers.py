@@ -219,6 +219,14 @@ class Servers:
             raise TierError("no server of the cluster serves a slot")
         return sorted(owners)
 
+    async def owners(self) -> list[Address | None]:
+        """Look up anew which server owns each slot, None if none does; raise TierError if unknown.
+
+        Slots that moved between two lookups may have hidden keys from a scan of all servers.
+        """
+        await self._learnt()
+        return [*self._owners]
+
     async def _learnt(self) -> None:
         """Wait until the owners are looked up; the lookup continues if a waiter is cancelled."""
         if self._closed:

@@ -252,6 +252,14 @@ class RedisTier(Tier):
                 raise failures[0]
         return outcomes
 
+    async def _run_whole(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        """Run commands; raise TierError if any of them was not answered."""
+        outcomes = await self._run(commands)
+        for outcome in outcomes:
+            if isinstance(outcome, TierError):
+                raise outcome
+        return outcomes
+
     def _ask_gauges(self) -> None:
         """Refresh the gauges and quotas in the background, at most every ``GAUGES_S``."""
         now = self.context.clock.now()
@@ -414,6 +422,7 @@ class RedisTier(Tier):
         seen = removed = 0
         # a purge of all blocks also removes the counters of the quotas
         pattern = self._every_version + (b"*" if salt is None else b"{*")
+        owners = await self._servers.owners()
         addresses = await self._servers.addresses()
         total = sum([int(await self._entrance.ask(a, b"DBSIZE")) for a in addresses])
         for address in addresses:
@@ -422,6 +431,8 @@ class RedisTier(Tier):
                     removed += await self._purge(names, salt)
                     seen += STEP_KEYS
                     progress(min(seen, total), total)
+        if await self._servers.owners() != owners:
+            raise TierError("slots moved during the purge, which has to run again")
         if salt is None:
             self._quotas.forget()
         return removed
@@ -447,7 +458,7 @@ class RedisTier(Tier):
         if salt is None:
             return await self._unlink(dict.fromkeys(names, 1), {})
         ours = [name for name in names if name.startswith(self._prefix)]
-        told = await labels(ours, self._run)
+        told = await labels(ours, self._run_whole)
         own = {name: label for name, label in told.items() if label.facts.salt == salt}
         parts = {name: self._count(label.length) for name, label in own.items()}
         others = dict.fromkeys(set(names).difference(ours), 1)

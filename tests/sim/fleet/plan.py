@@ -1,0 +1,157 @@
+"""Plans of a fleet's steps: drawn from a seed, run, and shrunk if they fail."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from random import Random
+from typing import NamedTuple
+from unittest import mock
+
+from kvladder.tiers.nixl import pump
+from tests.sim.fleet.faults import FAULTS
+from tests.sim.fleet.fleet import Fleet
+
+STEPS = 120
+TRACE_LINES = 40
+WORK = {
+    "serve": 40,
+    "advance": 40,
+    "cancel": 3,
+    "hint": 5,
+    "end_session": 2,
+    "purge": 1,
+    "upgrade": 1,
+    "new_weights": 0.3,
+    "mend": 6,
+}
+FAULT_SHARE = 0.25
+
+
+class Step(NamedTuple):
+    """One step, by the name of a fleet's method or of a fault; the numbers are its arguments."""
+
+    name: str
+    a: int
+    b: int
+    c: int
+    seconds: float = 0.0
+
+    def take(self, fleet: Fleet) -> None:
+        """Take the step."""
+        if self.name in FAULTS:
+            fleet.fault(self.name, self.a, self.b, self.seconds)
+        else:
+            getattr(fleet, self.name)(self.a, self.b, self.c)
+
+
+def drawn(seed: int, count: int = STEPS) -> list[Step]:
+    """Return the steps of a seed; each seed has its own frequencies of faults.
+
+    Some kinds of faults do not occur at all: those that do meet each other more often.
+    """
+    random = Random(seed)
+    kinds = {kind: random.choice((0, 0, 1, 3)) for kind in FAULTS}
+    if not any(kinds.values()):
+        kinds = dict.fromkeys(FAULTS, 1)
+    share = random.choice((0.1, FAULT_SHARE, 0.4))
+    steps: list[Step] = []
+    for _ in range(count):
+        table = kinds if random.random() < share else WORK
+        (name,) = random.choices([*table], [*table.values()])
+        a, b, c = (random.randrange(1 << 16) for _ in range(3))
+        steps.append(Step(name, a, b, c, random.choice((0.1, 0.5, 3.0, 10.0))))
+    return steps
+
+
+@contextmanager
+def coarse() -> Iterator[None]:
+    """Let the data plane's pump poll less often: in simulated time each poll costs as much."""
+    level = logging.getLogger("kvladder").level
+    logging.getLogger("kvladder").setLevel(logging.CRITICAL)
+    try:
+        with mock.patch.object(pump, "NAPS", 1), mock.patch.object(pump, "REST_S", 0.02):
+            yield
+    finally:
+        logging.getLogger("kvladder").setLevel(level)
+
+
+class Failed(AssertionError):
+    """A fleet broke an invariant."""
+
+    def __init__(self, error: BaseException, at: int, trace: Sequence[str]) -> None:
+        super().__init__(f"step {at}: {type(error).__name__}: {error}")
+        self.at = at
+        """Index of the step, among those that ran; their number if it was at the end."""
+        self.trace = trace
+
+
+def run(seed: int, steps: Sequence[Step]) -> Fleet:
+    """Run a fleet through steps; raise ``Failed`` at the first broken invariant."""
+    with coarse():
+        fleet, taken = Fleet(seed), 0
+        try:
+            for step in steps:
+                step.take(fleet)
+                fleet.poll()
+                fleet.check()
+                taken += 1
+            fleet.finish()
+        except BaseException as error:
+            with suppress(BaseException):
+                fleet.dispose()
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise Failed(error, taken, fleet.trace[-TRACE_LINES:]) from error
+        return fleet
+
+
+def fails(seed: int, steps: Sequence[Step]) -> Failed | None:
+    """Return how a run fails, None if it does not."""
+    try:
+        run(seed, steps)
+    except Failed as failure:
+        return failure
+    return None
+
+
+def shrunk(
+    steps: Sequence[Step], fails: Callable[[Sequence[Step]], bool], *, tries: int = 400
+) -> list[int]:
+    """Return the indices of fewer steps that fail, too: faults go first, then all others.
+
+    Parts of half the steps, a quarter and so on are left out as long as the rest still fails.
+    """
+    kept = [*range(len(steps))]
+
+    def without(part: set[int]) -> bool:
+        nonlocal kept, tries
+        rest = [index for index in kept if index not in part]
+        tries -= 1
+        if not part or not fails([steps[index] for index in rest]):
+            return False
+        kept = rest
+        return True
+
+    for wanted in (lambda step: step.name in FAULTS, lambda _step: True):
+        size = len(kept)
+        while size and tries > 0:
+            chosen = [index for index in kept if wanted(steps[index])]
+            parts = [chosen[at : at + size] for at in range(0, len(chosen), size)]
+            is_less = [without({*part}) for part in reversed(parts) if tries > 0]
+            if size > 1 or not any(is_less):
+                size //= 2
+    return kept
+
+
+def command(seed: int, count: int, kept: Sequence[int]) -> str:
+    """Return the command that repeats a run with some of its steps."""
+    only = "" if len(kept) == count else " --only " + ",".join(map(str, kept))
+    return f"python -m tests.sim.night --seed {seed} --steps {count} --worlds 1{only}"
+
+
+def counted(fleets: Sequence[Fleet]) -> Counter[str]:
+    """Return the faults of several runs, by kind."""
+    return sum((fleet.faults for fleet in fleets), start=Counter[str]())

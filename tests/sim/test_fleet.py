@@ -1,0 +1,104 @@
+"""Fleets of engines, servers and stores over a network, under every kind of fault.
+
+``KVLADDER_FLEETS`` is the number of worlds; ``python -m tests.sim.night`` runs a night's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.sim import night
+from tests.sim.fleet.engine import Engine
+from tests.sim.fleet.faults import FAULTS
+from tests.sim.fleet.plan import Failed, Step, command, drawn, run, shrunk
+
+FLEETS = int(os.environ.get("KVLADDER_FLEETS", "8"))
+PRINT_TRACES = """
+import sys
+from tests.sim.fleet.plan import drawn, run
+for seed in map(int, sys.argv[1:]):
+    fleet = run(seed, drawn(seed, 60))
+    print(*fleet.trace, sorted(fleet.net.counts.items()), sep="\\n")
+    print(fleet.loop.time(), [sorted(engine.sources.items()) for engine in fleet.engines])
+"""
+
+
+@pytest.mark.slow
+def test_fleets_hold_under_every_kind_of_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert night.main(["--worlds", str(FLEETS), "--seed", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "Worlds that failed: 0." in table
+    assert table.count("\n| ") >= len(FAULTS)
+
+
+def traces(hash_seed: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", PRINT_TRACES, "1", "2"],
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_a_seed_alone_determines_a_fleet() -> None:
+    first = traces("1")
+    assert len(first.splitlines()) > 50
+    assert traces("2") == first
+
+
+def test_each_seed_has_frequencies_of_its_own() -> None:
+    plans = [drawn(seed, 300) for seed in range(4)]
+    kinds = [{step.name for step in plan} & FAULTS.keys() for plan in plans]
+    assert all(kinds)
+    assert len({frozenset(some) for some in kinds}) == 4
+    assert drawn(3, 300) == plans[3]
+
+
+def test_a_failing_plan_is_shrunk_to_the_steps_that_matter() -> None:
+    steps = [Step("serve", number, 0, 0) for number in range(50)]
+    steps[20] = Step("clock: jumps", 20, 0, 0)
+    tried: list[int] = []
+
+    def fails(some: Sequence[Step]) -> bool:
+        tried.append(len(some))
+        return {7, 20, 33} <= {step.a for step in some}
+
+    assert shrunk(steps, fails) == [7, 20, 33]
+    assert len(tried) < 100
+    assert command(5, 50, [7, 20, 33]) == (
+        "python -m tests.sim.night --seed 5 --steps 50 --worlds 1 --only 7,20,33"
+    )
+
+
+@pytest.mark.slow
+def test_a_failure_is_printed_with_a_command_that_repeats_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(engine: Engine, seconds: float) -> None:
+        raise AssertionError(f"broken by {seconds}")
+
+    monkeypatch.setattr(Engine, "jump", broken)
+    seed = next(n for n in range(100) if "clock: jumps" in {s.name for s in drawn(n, 20)})
+    given = ["--seed", str(seed), "--steps", "20", "--worlds", "1"]
+    assert night.main(given) == 1
+    said = capsys.readouterr().out
+    (again,) = (line for line in said.splitlines() if line.startswith("repeat it: "))
+    only = again.split("--only ")[1]
+    assert len(only.split(",")) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(Engine, "jump", broken)
+    chosen = [drawn(seed, 20)[int(index)] for index in only.split(",")]
+    with pytest.raises(Failed, match="broken by"):
+        run(seed, chosen)
