@@ -21,6 +21,7 @@ from kvladder.gpu.copy.cuda import CudaDevice, copier_for, numa_node
 from kvladder.gpu.copy.device import CopyRuns
 from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.registration import Registration
+from tests.kit.played import Played, PlayedDevice
 
 CPU = torch.device("cpu")
 NO_CONTEXT = 201
@@ -288,3 +289,27 @@ def test_devices_that_cannot_be_copied_from_are_named() -> None:
     with pytest.raises(LayoutError, match="KV tensors on cpu, meta"):
         copier_for({0: RankShare(meta), 1: RankShare(here)}, arena)
     arena.close()
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_no_memory_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels for other element sizes may have begun."""
+    played = Played(small=1)
+    move = played.driver.mover()
+
+    def fails(table: torch.Tensor, unit: int) -> None:
+        if unit > 1:
+            raise ValueError("a compiler's error")
+        move(table, unit)
+
+    said: list[str] = []  # pytest's own log would keep the error, and its frames' memory
+    monkeypatch.setattr(cuda.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(played.driver, "mover", lambda: fails)
+    device = PlayedDevice(played)
+    device.bind()
+    device.prepare()
+    device.settle()
+    played.check()
+    assert device.small_bytes == 0
+    assert "a compiler's error" in said[0]

@@ -214,8 +214,8 @@ def test_registrations_are_exact(device: PlayedDevice, arena: Arena) -> None:
 
 
 def test_a_machine_limits_what_may_be_registered(arena: Arena) -> None:
-    for options in ({"register_max": 4096}, {"registered_max": 4096}):
-        device = PlayedDevice(**options)
+    for played in (Played(register_max=4096), Played(registered_max=4096)):
+        device = PlayedDevice(played)
         assert device.register(arena.address, 4096) == ""
         assert device.register(arena.address + 4096, 8192) == "out of memory (2)"
     refusing = PlayedDevice(Played(registers=False))

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.kit.played.machine import Event, Machine, Stream
+from tests.kit.played.machine import Event, Machine
+from tests.kit.played.machine import Stream as Line
 from tests.kit.played.memory import Memory
 from tests.kit.played.tensors import Operations, PlayedTensor, is_cuda
 
@@ -36,7 +37,7 @@ class Runtime:
             raise RuntimeError("CUDA error: invalid device ordinal")
         return found
 
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
+    def Stream(self, device: Any = None, priority: int = 0) -> Line:
         return self._machine.new_stream(self.number(device), priority)
 
     def Event(
@@ -44,19 +45,19 @@ class Runtime:
     ) -> Event:
         return Event(self._machine, enable_timing, blocking)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Line:
         return self._machine.current_stream(self.number(device))
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> Line:
         return self._machine._defaults[self.number(device)]
 
-    def set_stream(self, stream: Stream) -> None:
+    def set_stream(self, stream: Line) -> None:
         assert stream.device.index is not None
         self.set_device(stream.device)
         self._machine.thread.streams[stream.device.index] = stream
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Line | None) -> Iterator[None]:
         if stream is None:
             yield
             return

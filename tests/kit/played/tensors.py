@@ -81,7 +81,7 @@ class Operations:
 
     def device_of(self, where: Any) -> int:
         """Return the number of a device that an argument names; by default the selected one."""
-        index = torch.device(where).index
+        index: int | None = getattr(torch.device(where), "index", None)
         return self._machine.thread.device if index is None else index
 
     def wrap(self, tensor: torch.Tensor, device: int) -> PlayedTensor:
@@ -125,7 +125,8 @@ class Operations:
         kept = dtype or tensor.dtype
         if not is_cuda(where):
             self.wait("a copy to the host")
-            return plain(tensor).clone().to(kept)
+            there: torch.Tensor = plain(tensor)
+            return there.clone().to(kept)
         device = self.device_of(where)
         if isinstance(tensor, PlayedTensor) and tensor._at[1] == device and kept == tensor.dtype:
             return tensor
