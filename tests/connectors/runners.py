@@ -15,6 +15,11 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from vllm.config import CUDAGraphMode
+from vllm.sequence import IntermediateTensors
+from vllm.v1.worker import gpu_model_runner, kv_connector_model_runner_mixin
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 PARALLEL = SimpleNamespace(data_parallel_size=1, use_sequence_parallel_moe=False)
 
@@ -68,10 +73,6 @@ def output(
 
 def run_v2(connector: Any, writes: Writes, step: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a step of model runner V2, as the first of two stages; return its output."""
-    from vllm.sequence import IntermediateTensors
-    from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-
     active = object.__new__(ActiveKVConnector)
     vars(active).update(
         kv_connector=connector,
@@ -133,10 +134,6 @@ def run_v2(connector: Any, writes: Writes, step: Any, monkeypatch: pytest.Monkey
 
 def run_v1(connector: Any, writes: Writes, step: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a step of model runner V1, as the first of two stages; return its output."""
-    from vllm.config import CUDAGraphMode
-    from vllm.sequence import IntermediateTensors
-    from vllm.v1.worker import gpu_model_runner, kv_connector_model_runner_mixin
-
     runner = object.__new__(gpu_model_runner.GPUModelRunner)
     real = {
         "_update_states", "execute_model", "maybe_get_kv_connector_output", "sample_tokens",

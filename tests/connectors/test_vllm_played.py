@@ -22,6 +22,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils import torch_utils
 from vllm.v1 import kv_cache_interface as specs
 
 from kvladder.arena import Arena, Slot
@@ -30,6 +31,7 @@ from kvladder.connectors.vllm.step import Attach, Load, StepMetadata
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.gpu.copy.streams import StreamCopier
+from tests.connectors.loaded import FakeLoaded
 from tests.connectors.mixes import MODELS, vllm_configs
 from tests.connectors.planned import FLASH_ATTN, FLASHMLA, Groups, full, start, window
 from tests.connectors.runners import RUNNERS, Writes, output
@@ -49,7 +51,7 @@ def dense() -> Groups:
 
 
 def latent() -> Groups:
-    spec = specs.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=72, dtype=torch.bfloat16)
+    spec = specs.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=72, dtype=torch.bfloat16)
     return [(3, spec)]
 
 
@@ -68,6 +70,7 @@ def hybrid() -> Groups:
         shapes=((3, 16), (4, 8, 8)),
         dtypes=(torch.bfloat16, torch.bfloat16),
         page_size_padded=attention.page_size_bytes,
+        mamba_cache_mode="align",
     )
     return [(2, attention), (2, state), (2, state)]
 
@@ -88,7 +91,8 @@ class Rank:
     ) -> None:
         groups, attention = MODELS_OF[model]
         self.run, self.runner, self.patch = RUNNERS[runner], runner, patch
-        self.played = Played()
+        self.played = Played(keeps_host=True)
+        patch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
         self.machine = self.played.machine
         with self.played:
             device = torch.device("cuda", self.machine.device)
@@ -100,10 +104,11 @@ class Rank:
             group = SimpleNamespace(world_size=1, rank_in_group=0)
             patch.setattr(parallel_state, name, lambda group=group: group)
         self.connector = KVLadderConnector(self.config, KVConnectorRole.WORKER, self.cache)
-        with self.played:
-            self.connector.register_kv_caches(self.tensors)
         assert self.connector.worker is not None
         self.half: WorkerHalf = self.connector.worker
+        self.half._make_loaded = FakeLoaded()  # there is no model
+        with self.played:
+            self.connector.register_kv_caches(self.tensors)
         self.groups = sorted(self.half._pages)
         widest = max(pages.block_bytes for pages in self.half._pages.values())
         self.arena = Arena.create(SLOTS, -(-widest // 4096) * 4096)
@@ -320,6 +325,7 @@ def sleeping(rank: Rank) -> None:
     rank.played.memory.unmap(plain(kv))
     rank.machine.run_on(1.0)
     rank.step(saves=rank.save(places, first=len(places)))
+    rank.machine.run_on(1.0)
     rank.played.memory.unmapped.clear()
     rank.connector.restore_kv_caches()
     rank.settle()

@@ -322,6 +322,17 @@ def test_freed_host_memory_is_another_s_at_once(device: PlayedDevice) -> None:
         assert there.device == CUDA
 
 
+def test_torch_may_keep_host_memory_for_its_own_copies() -> None:
+    device = PlayedDevice(keeps_host=True)
+    with device.played:
+        ids = torch.arange(8).pin_memory()
+        device.told(None, work(0.1))
+        there = ids.to(CUDA, non_blocking=True)
+        del ids
+        assert there.tolist() == [*range(8)]
+    device.played.check()
+
+
 @shows(rules.UNMAPPED)
 def test_unmapped_memory_is_not_touched(device: PlayedDevice) -> None:
     memory = kv(device)

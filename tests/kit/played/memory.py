@@ -93,6 +93,9 @@ class Memory:
         Whether devices may use the host's own pointers to registered memory.
     pageable_access:
         Whether kernels reach pageable memory.
+    keeps_host:
+        Whether torch keeps freed page-locked memory until its own copies have ended. It does, but
+        nothing documents it. vLLM relies on it.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Memory:
         registered_max: int = 1 << 50,
         same_pointers: bool = True,
         pageable_access: bool = False,
+        keeps_host: bool = False,
     ) -> None:
         self._machine = machine
         self.room = dict.fromkeys(range(machine.devices), room)
@@ -111,6 +115,7 @@ class Memory:
         self.registered_max = registered_max
         self.same_pointers = same_pointers
         self.pageable_access = pageable_access
+        self.keeps_host = keeps_host
         self.unmapped: list[tuple[int, int]] = []
         self._starts: list[int] = []
         self._regions: dict[int, Region] = {}
@@ -225,21 +230,21 @@ class Memory:
         return None
 
     def _freed(self, region: Region) -> None:
-        if region.kind == "pinned":
-            region.release()
-            self._free[HOST].append(region)
-            return
-        assert region.stream is not None
-        self.room[region.device] += region.size
-        streams = [region.stream, *region.used]
+        """Let others have memory once the streams that torch knows of no longer use it."""
+        streams = [*region.used] if region.stream is None else [region.stream, *region.used]
         region.used = []
+        key = HOST if region.stream is None else (region.device, region.stream.cuda_stream)
+        if region.stream is not None:
+            self.room[region.device] += region.size
 
         def again() -> None:
             region.release()
-            assert region.stream is not None
-            self._free[region.device, region.stream.cuda_stream].append(region)
+            self._free[key].append(region)
 
-        self._machine.after([stream.moment() for stream in streams], again)
+        if streams:
+            self._machine.after([stream.moment() for stream in streams], again)
+        else:
+            again()
 
     # ---- what tests do
 

@@ -63,23 +63,26 @@ class Runtime:
             return
         thread, there = self._machine.thread, stream.device.index
         assert there is not None
-        with self.use(there):
-            before = self._machine.current_stream(there)
-            thread.streams[there] = stream
-            try:
-                yield
-            finally:
-                thread.streams[there] = before
+        selected, before = thread.device, self._machine.current_stream(there)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            thread.streams[there] = before
+            self.set_device(selected)
 
     @contextmanager
     def use(self, device: Any) -> Iterator[None]:
-        """``torch.cuda.device``."""
-        before = self._machine.thread.device
+        """``torch.cuda.device``; at the end it creates no context on the device before."""
+        thread = self._machine.thread
+        before = thread.device
         self.set_device(device)
         try:
             yield
         finally:
-            self.set_device(before)
+            thread.device = before
+            if before in self._machine.contexts:
+                thread.context = before
 
     def set_device(self, device: Any) -> None:
         """Select a device; torch makes no call if it is selected already, as device 0 at first."""

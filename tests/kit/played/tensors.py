@@ -139,6 +139,9 @@ class Operations:
         asynchronous = isinstance(source, PlayedTensor) or self.is_pinned(source)
         if not asynchronous:
             source = self.pinned(source)
+        region = self._memory.at(plain(source).data_ptr())
+        if self._memory.keeps_host and region is not None and region.kind == "pinned":
+            region.used.append(self._machine.current_stream(device))
         self.kernel(device, target, [source], lambda to, of: to.copy_(of[0]))
         if not asynchronous and target.numel():
             self.wait("memory that is not registered")
