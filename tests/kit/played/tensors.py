@@ -7,12 +7,11 @@ keeps no tensor alive, as on a real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from tests.kit.played.machine import Machine, Stream
 from tests.kit.played.memory import Memory, Span
@@ -42,6 +41,46 @@ def is_cuda(where: object) -> bool:
     return isinstance(where, torch.device) and where.type == "cuda"
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for one in value:
+            yield from tensors_in(one)
+    elif type(value) is dict:
+        yield from tensors_in([*value.values()])
+
+
+def changed(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return arguments with something else in place of each tensor, in order."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)([changed(one, change) for one in value])
+    if type(value) is dict:
+        return {name: changed(one, change) for name, one in value.items()}
+    return value
+
+
+class _Hole:
+    """The place of a tensor among a kernel's arguments, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return arguments with tensors in their places."""
+    if isinstance(value, _Hole):
+        return tensors[value.number]
+    if type(value) in (tuple, list):
+        return type(value)([filled(one, tensors) for one in value])
+    if type(value) is dict:
+        return {name: filled(one, tensors) for name, one in value.items()}
+    return value
+
+
 def plain(value: Any) -> Any:
     """Return an ordinary tensor over the same memory, to read and write it at once."""
     if isinstance(value, PlayedTensor):
@@ -63,10 +102,8 @@ class PlayedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs or {}))
-        operations, device = next(
-            leaf._at for leaf in leaves if isinstance(leaf, PlayedTensor) and hasattr(leaf, "_at")
-        )
+        given = tensors_in([*args, kwargs or {}])
+        operations, device = next(one._at for one in given if isinstance(one, PlayedTensor))
         return operations.call(func, device, args, dict(kwargs or {}))
 
 
@@ -202,9 +239,8 @@ class Operations:
         return self._new(func, device, args, kwargs)
 
     def _at_once(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(plain, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return func(*changed(tuple(args), plain), **changed(kwargs, plain))
 
     def _attribute(self, func: Any, device: int, args: Sequence[Any]) -> Any:
         name = func.__self__.__name__
@@ -223,8 +259,7 @@ class Operations:
 
     def _view(self, func: Any, device: int, args: Any, kwargs: Any) -> Any:
         """Return a view; None if torch would copy."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves[1:]):
+        if next(tensors_in([*args[1:], kwargs]), None) is not None:
             return None
         storage = plain(args[0]).untyped_storage().data_ptr()
         found = self._at_once(func, args, kwargs)
@@ -251,21 +286,23 @@ class Operations:
                 return target.copy_(plain(rest[0]))
             self.copy(target, rest[0], device)
             return target
-        leaves, spec = pytree.tree_flatten((rest, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        sources = [self._there(leaves[i], device) for i in tensors]
+        sources, (more, named) = self._holes((rest, kwargs), device)
 
         def compute(to: torch.Tensor, of: list[torch.Tensor]) -> None:
-            filled = list(leaves)
-            for i, tensor in zip(tensors, of, strict=True):
-                filled[i] = tensor
-            more, named = pytree.tree_unflatten(filled, spec)
-            func(to, *more, **named)
+            func(to, *filled(more, of), **filled(named, of))
 
-        for i in tensors:  # a kernel keeps no tensor
-            leaves[i] = None
         self.kernel(device, target, sources, compute)
         return target
+
+    def _holes(self, given: Any, device: int) -> tuple[list[torch.Tensor], Any]:
+        """Return a kernel's sources, and its arguments with holes: it keeps no tensor."""
+        sources: list[torch.Tensor] = []
+
+        def hole(tensor: torch.Tensor) -> _Hole:
+            sources.append(self._there(tensor, device))
+            return _Hole(len(sources) - 1)
+
+        return sources, changed(given, hole)
 
     def _there(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """Return an operand that kernels can read: indices of the host are copied first."""
@@ -275,23 +312,15 @@ class Operations:
 
     def _new(self, func: Any, device: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Queue an operation with a new tensor as its result."""
-        leaves, spec = pytree.tree_flatten((list(args), kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        sources = [self._there(leaves[i], device) for i in tensors]
+        kwargs.pop("device", None)
+        sources, (given, named) = self._holes((list(args), kwargs), device)
 
-        def filled(of: Sequence[torch.Tensor]) -> Any:
-            whole = list(leaves)
-            for i, tensor in zip(tensors, of, strict=True):
-                whole[i] = tensor
-            given, named = pytree.tree_unflatten(whole, spec)
-            named.pop("device", None)
-            return func(*given, **named)
+        def result(of: Sequence[torch.Tensor]) -> Any:
+            return func(*filled(given, of), **filled(named, of))
 
-        for i in tensors:
-            leaves[i] = None
-        shapes = filled([plain(source).to("meta") for source in sources])
+        shapes = result([plain(source).to("meta") for source in sources])
         if not isinstance(shapes, torch.Tensor):
             raise NotImplementedError(f"{func} on a played device")
         made = self.empty(shapes.shape, shapes.dtype, device)
-        self.kernel(device, made, sources, lambda to, of: to.copy_(filled(of)))
+        self.kernel(device, made, sources, lambda to, of: to.copy_(result(of)))
         return made
