@@ -93,6 +93,8 @@ class Rank:
         self.run, self.runner, self.patch = RUNNERS[runner], runner, patch
         self.played = Played(keeps_host=True)
         patch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
+        if "PIN_MEMORY" in vars(torch_utils):  # 0.33 asks once
+            patch.setattr(torch_utils, "PIN_MEMORY", True)
         self.machine = self.played.machine
         with self.played:
             device = torch.device("cuda", self.machine.device)
