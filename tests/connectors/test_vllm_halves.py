@@ -17,11 +17,11 @@ from kvladder.arena import Arena
 from kvladder.connectors.vllm.requests.find import Find
 from kvladder.connectors.vllm.requests.lookup import LookupState
 from kvladder.errors import ConfigError
-from kvladder.gpu.copy.pages import Parts, by_group
+from kvladder.gpu.copy.pages import Parts
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.connectors.scripted import TOKENS, Engine, Request
-from tests.kit.gpu import FakeDevice
+from tests.kit.played import PlayedDevice
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -448,15 +448,12 @@ def test_messages_between_the_halves_can_be_pickled(engines: list[Engine]) -> No
 def test_slots_are_used_once_the_devices_of_all_ranks_have_registered_them(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices: list[FakeDevice] = []
+    devices: list[PlayedDevice] = []
 
     def make(parts: Parts, arena: Arena) -> StreamCopier:
-        device = FakeDevice()
+        device = PlayedDevice()
         devices.append(device)
-        for part in by_group(parts).values():
-            for page in part.pages.pages:
-                device.own(page.view)
-        return StreamCopier(parts, arena, device)
+        return StreamCopier(device.parts(parts), arena, device)
 
     options: Any = Registration.__init__.__kwdefaults__
     monkeypatch.setitem(options, "piece_bytes", 64 * 4096)

@@ -35,8 +35,9 @@ from kvladder.gpu.copy.streams import StreamCopier
 from kvladder.notices import Notices
 from tests.connectors.loaded import FakeLoaded
 from tests.connectors.mixes import MODELS, vllm_configs
+from tests.connectors.runners import Enough, Writes, output, run_v1, run_v2
 from tests.connectors.scripted import LAYERS, TOKENS, configs
-from tests.kit.gpu import FakeDevice, Operation
+from tests.kit.played import Operation, PlayedDevice, plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -55,124 +56,13 @@ class Connector:
         return hook
 
 
-class Enough(Exception):
-    """The forward pass would begin."""
-
-
-def output(*, tokens: int) -> Any:
-    """A step that zeroes a block and copies another."""
-    made = MagicMock()
-    made.new_block_ids_to_zero = [7]
-    made.kv_cache_block_copies = [(3, 7)]
-    made.total_num_scheduled_tokens = tokens
-    made.num_scheduled_tokens = {"r": tokens} if tokens else {}
-    made.scheduled_cached_reqs.req_ids = []
-    made.scheduled_cached_reqs.num_computed_tokens = []
-    made.scheduled_cached_reqs.new_block_ids = []
-    made.has_sync_kv_loads = False
-    return made
-
-
-def run_v2(order: list[str], monkeypatch: pytest.MonkeyPatch, *, tokens: int) -> None:
-    from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-
-    connector = object.__new__(ActiveKVConnector)
-    vars(connector).update(
-        kv_connector=Connector(order),
-        _disabled=False,
-        _pending_load_kwargs=None,
-        vllm_config=MagicMock(),
-        _start_load_kv=lambda: None,
-        _build_load_kwargs=lambda *_: {},
+def recorded(order: list[str]) -> Writes:
+    """Write down what a step does to blocks, up to its forward pass."""
+    return Writes(
+        zero=lambda _: order.append("zero"),
+        copy=lambda *_: order.append("copy"),
+        move_states=lambda: order.append("move states"),
     )
-    runner = object.__new__(model_runner.GPUModelRunner)
-    real = {"update_requests", "execute_model"}
-    for name in dir(model_runner.GPUModelRunner):
-        if not name.startswith("__") and name not in real:
-            vars(runner)[name] = MagicMock()
-    made = SimpleNamespace(num_computed_tokens_np=np.zeros(4, int), req_id_to_index={})
-    made.prefill_len = SimpleNamespace(np=np.zeros(4, int))
-    made.num_computed_prefill_tokens = np.zeros(4, int)
-    made.num_computed_tokens = MagicMock()
-    runner.__dict__.update(
-        req_states=made,
-        kv_connector=connector,
-        kv_block_zeroer=SimpleNamespace(zero_block_ids=lambda ids: order.append("zero")),
-        kv_caches=[],
-    )
-    state = MagicMock()
-    state.preprocess_state = lambda *_, **__: order.append("move states")
-    runner.__dict__["model_state"] = state
-    for name in ("aux_output_connector", "pcp_manager", "lora_config", "ubatch_runner"):
-        runner.__dict__[name] = None
-    for name in ("is_encoder_decoder", "uses_inputs_embeds"):
-        runner.__dict__[name] = False
-    runner.__dict__.update(
-        is_first_pp_rank=True, is_last_pp_rank=True, dp_size=1, dp_rank=0, dcp_size=1,
-        kv_cache_config=MagicMock(), block_tables=MagicMock(), encoder_cache=None,
-        cudagraph_manager=MagicMock(), parallel_config=MagicMock(), decode_query_len=1,
-        observability_config=MagicMock(cudagraph_metrics=False), input_buffers=MagicMock(),
-        attn_groups=[], model_config=MagicMock(), eplb=MagicMock(), step_timing=MagicMock(),
-        vllm_config=MagicMock(), ec_connector=MagicMock(), adaptive_verification=None,
-    )  # fmt: skip
-    described = SimpleNamespace(
-        num_tokens=tokens, cg_mode="none", num_ubatches=1, num_reqs=1, num_active_loras=0
-    )
-    monkeypatch.setattr(model_runner, "dispatch_cg_and_sync_dp", lambda *_, **__: (described, None))
-    monkeypatch.setattr(
-        model_runner, "copy_kv_cache_blocks_inplace", lambda *_: order.append("copy")
-    )
-    monkeypatch.setattr(
-        model_runner, "set_forward_context", lambda *_, **__: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(model_runner, "build_slot_mappings_by_layer", MagicMock())
-    runner.__dict__["prepare_attn"] = lambda *_: (MagicMock(), MagicMock())
-    runner.__dict__["gather_batch_req_state"] = lambda *_: (
-        MagicMock(num_tokens=tokens, has_prefill=False),
-        tokens,
-    )
-    runner.__dict__["model"] = MagicMock(side_effect=Enough)
-    model_runner.GPUModelRunner.execute_model(runner, output(tokens=tokens))
-
-
-def run_v1(order: list[str], monkeypatch: pytest.MonkeyPatch, *, tokens: int) -> None:
-    from vllm.v1.worker import gpu_model_runner
-
-    runner = object.__new__(gpu_model_runner.GPUModelRunner)
-    for name in dir(gpu_model_runner.GPUModelRunner):
-        if not name.startswith("__") and name not in {"_update_states", "execute_model"}:
-            with contextlib.suppress(AttributeError):
-                vars(runner)[name] = MagicMock()
-
-    def leave(*_: Any) -> None:
-        raise Enough
-
-    vars(runner).update(
-        execute_model_state=None,
-        speculative_config=None,
-        _zero_block_ids=lambda ids: order.append("zero"),
-        _process_encoder_cache_scheduler_output=leave,
-        routed_experts_initialized=False,
-        requests={},
-        num_prompt_logprobs={},
-        late_interaction_runner=MagicMock(),
-        input_batch=MagicMock(),
-        kv_caches=[],
-        kv_cache_config=MagicMock(),
-        synchronize_input_prep=contextlib.nullcontext,
-        vllm_config=MagicMock(),
-    )
-    for name in ("model_config", "cache_config", "observability_config"):
-        vars(runner)[name] = MagicMock()
-    monkeypatch.setattr(gpu_model_runner, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(gpu_model_runner, "get_kv_transfer_group", lambda: Connector(order))
-    monkeypatch.setattr(
-        gpu_model_runner, "copy_kv_cache_blocks_inplace", lambda *_: order.append("copy")
-    )
-    made = output(tokens=tokens)
-    made.finished_req_ids = set()
-    gpu_model_runner.GPUModelRunner.execute_model(runner, made)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +73,15 @@ def test_model_runner_v2_writes_before_the_connector_can_fence(
 ) -> None:
     order: list[str] = []
     with contextlib.suppress(Enough):
-        run_v2(order, monkeypatch, tokens=tokens)
+        run_v2(Connector(order), recorded(order), output(tokens=tokens), monkeypatch)
     assert order[: len(written) + 1] == [*written, "handle_preemptions"]
 
 
 def test_model_runner_v1_lets_the_connector_fence_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     with contextlib.suppress(Enough):
-        run_v1(order, monkeypatch, tokens=1)
-    assert order == ["handle_preemptions", "zero", "copy"]
+        run_v1(Connector(order), recorded(order), output(tokens=1), monkeypatch)
+    assert order[:3] == ["handle_preemptions", "zero", "copy"]
 
 
 def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> None:
@@ -266,7 +156,7 @@ class Worker:
     """A rank's half on a simulated device, with one block that a step has computed and saves."""
 
     def __init__(self) -> None:
-        self.device = FakeDevice()
+        self.device = PlayedDevice()
         vllm_config, kv_config = configs()
         kv_config.num_blocks = 4
         self.kv = self.device.own(torch.zeros(LAYERS, 4, 1, TOKENS, 1, dtype=torch.int64))
@@ -278,8 +168,8 @@ class Worker:
             make_copier=lambda parts, arena: StreamCopier(parts, arena, self.device),
             make_loaded=FakeLoaded(),
         )
-        self.half.register({f"l{n}": self.kv[n] for n in range(LAYERS)})
-        self.half._registers = True  # as on a device, which these tensors stand for
+        with self.device.played:
+            self.half.register({f"l{n}": self.kv[n] for n in range(LAYERS)})
         self.arena = Arena.create(4, 4096)
         self.attach = Attach(self.arena.handle, ((0,),))
         self.job = CopyJob(JobId(1), "offload", (1,), (Slot(0),))
@@ -290,7 +180,7 @@ class Worker:
         self.half.save(step)
 
     def _fill(self, value: int) -> None:
-        self.kv[:, 1] = value
+        plain(self.kv)[:, 1] = value
 
     def next_step(self, *, early: bool, late: bool) -> None:
         """Give the block again: zero it before or after the half may fence."""

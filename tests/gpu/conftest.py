@@ -11,7 +11,7 @@ from kvladder.arena import Arena
 from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.gpu.simulated import BLOCKS, SLOT_BYTES, SLOTS, Engine, Start, Tensors, lbhnc
-from tests.kit.gpu import FakeDevice
+from tests.kit.played import PlayedDevice
 
 
 @pytest.fixture
@@ -21,22 +21,20 @@ def start() -> Iterator[Start]:
 
     def begin(
         layout: Callable[[], list[Tensors]] = lbhnc,
-        device: FakeDevice | None = None,
+        device: PlayedDevice | None = None,
         *,
         seed: int = 0,
         copies: type[StreamCopier] = StreamCopier,
         ready: bool = True,
         **options: int,
     ) -> Engine:
-        fake = FakeDevice() if device is None else device
+        fake = PlayedDevice() if device is None else device
         arena = Arena.create(SLOTS, SLOT_BYTES)
-        parts = {
-            group: RankShare(BlockPages.of(tensors, blocks=BLOCKS), 64 * group)
-            for group, tensors in enumerate(layout())
-        }
-        for part in parts.values():
-            for page in part.pages.pages:
-                fake.own(page.view)
+        parts: dict[int, RankShare] = {}
+        with fake.played:
+            for group, tensors in enumerate(layout()):
+                there = {name: fake.own(tensor) for name, tensor in tensors.items()}
+                parts[group] = RankShare(BlockPages.of(there, blocks=BLOCKS), 64 * group)
         copier = copies(parts, arena, fake, **options)
         if ready:
             fake.work_in_background()
@@ -45,7 +43,9 @@ def start() -> Iterator[Start]:
 
     yield begin
     for engine in engines:
-        engine.device.failing = engine.device.pending = ""
+        if engine.device.machine.failing:
+            engine.device.machine.reset()
+            engine.copier._launched.clear()
         engine.copier.close()
         engine.arena.check()
         engine.arena.close()

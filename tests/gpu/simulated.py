@@ -14,7 +14,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.gpu.copy.copier import CopyJob, Direction, Finished, JobId
 from kvladder.gpu.copy.pages import Page, RankShare
 from kvladder.gpu.copy.streams import StreamCopier
-from tests.kit.gpu import GARBAGE, FakeDevice, Operation
+from tests.kit.played import GARBAGE, Operation, PlayedDevice, plain
 
 BLOCKS, SLOTS, LAYERS = 10, 8, 3
 SLOT_BYTES = 16 << 10
@@ -70,7 +70,7 @@ class Engine:
     """
 
     random: Random
-    device: FakeDevice
+    device: PlayedDevice
     copier: StreamCopier
     arena: Arena
     parts: dict[int, RankShare]
@@ -79,6 +79,8 @@ class Engine:
     """The group and the content of each slot; claimed slots are not in it."""
     jobs: dict[JobId, tuple[CopyJob, list[int]]] = field(default_factory=dict[JobId, Any])
     wrong: list[str] = field(default_factory=list[str])
+    failed: list[str] = field(default_factory=list[str])
+    """Errors of jobs."""
     number: int = 0
 
     def forward(self, seconds: float, reads: Sequence[Place], writes: Sequence[Place]) -> None:
@@ -144,7 +146,7 @@ class Engine:
         """A layer of a forward pass reads its part of blocks."""
         for block, content in zip(blocks, contents, strict=True):
             wanted = self._pattern(content, layer.offset + layer.size_bytes)[layer.offset :]
-            if layer.view[block].numpy().tobytes() != wanted:
+            if plain(layer.view)[block].numpy().tobytes() != wanted:
                 self.wrong.append("a layer read")
 
     def poll(self) -> list[Finished]:
@@ -153,6 +155,7 @@ class Engine:
         for finished in ended:
             job, contents = self.jobs.pop(finished.id)
             if not finished.ok:
+                self.failed.append(finished.error)
                 continue
             for block, slot, content in zip(job.blocks, job.slots, contents, strict=True):
                 self.stored[slot] = job.group, content
@@ -167,6 +170,7 @@ class Engine:
         """Let all work end, and check the content of every block."""
         self.device.settle()
         self.poll()
+        self.device.played.check()
         for place, content in self.here.items():
             self._expect("a block holds", self._bytes(place), content)
 
@@ -217,6 +221,7 @@ class Engine:
         self.save(group, [0, 1], [Slot(0), Slot(1)])
         self.device.settle()
         self.poll()
+        assert self.failed == []
         self.save(group, [2, 3], [Slot(2), Slot(3)])
         self.load(group, [Slot(0), Slot(1)], [4, 5], sync=False)
         for _ in range(1000):
@@ -262,14 +267,14 @@ class Engine:
 
     def _bytes(self, place: Place) -> bytes:
         group, block = place
-        views = [page.view[block] for page in self.parts[group].pages.pages]
+        views = [plain(page.view)[block] for page in self.parts[group].pages.pages]
         return b"".join(view.numpy().tobytes() for view in views)
 
     def _fill(self, place: Place, data: bytes) -> None:
         group, block = place
         for page in self.parts[group].pages.pages:
             part = bytearray(data[page.offset : page.offset + page.size_bytes])
-            page.view[block] = torch.frombuffer(part, dtype=torch.uint8)
+            plain(page.view)[block] = torch.frombuffer(part, dtype=torch.uint8)
 
 
 Start = Callable[..., Engine]
@@ -279,7 +284,7 @@ Start = Callable[..., Engine]
 def run(
     start: Start,
     layout: Callable[[], list[Tensors]],
-    device: FakeDevice,
+    device: PlayedDevice,
     seed: int,
     copies: type[StreamCopier] = StreamCopier,
 ) -> Engine:

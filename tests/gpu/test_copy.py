@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.pages import BlockPages, Parts, RankShare, by_group, copy_tokens
+from kvladder.gpu.copy.pages import BlockPages, Parts, RankShare, copy_tokens
 from kvladder.gpu.copy.streams import StreamCopier
-from tests.kit.gpu import FakeDevice
+from tests.kit.played import PlayedDevice
 from tests.patience import PATIENCE_S
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
@@ -66,21 +65,18 @@ def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
 
 
 def on_streams(pages: BlockPages, arena: Arena, offset: int) -> Copier:
-    return streams({0: RankShare(pages, offset)}, arena, FakeDevice())
+    return streams({0: RankShare(pages, offset)}, arena, PlayedDevice())
 
 
 def by_staging(pages: BlockPages, arena: Arena, offset: int) -> Copier:
     small = 3 * pages.block_bytes  # so that a job takes several batches
-    device = FakeDevice(batched=False)
+    device = PlayedDevice(batched=False)
     return streams({0: RankShare(pages, offset)}, arena, device, staging_bytes=small)
 
 
-def streams(parts: Parts, arena: Arena, device: FakeDevice, **options: int) -> StreamCopier:
+def streams(parts: Parts, arena: Arena, device: PlayedDevice, **options: int) -> StreamCopier:
     """Return a copier with a registered arena and tensors of the device."""
-    for part in by_group(parts).values():
-        for page in part.pages.pages:
-            device.own(page.view)
-    copier = StreamCopier(parts, arena, device, **options)
+    copier = StreamCopier(device.parts(parts), arena, device, **options)
     device.work_in_background()
     return copier
 
@@ -202,9 +198,9 @@ def test_memory_that_moved_is_found_at_its_new_address(make: Make, arena: Arena)
         taken.append(torch.empty(size, dtype=torch.uint8))
         storage.resize_(size)
     copier.moved()
-    device: Any = getattr(copier, "_device", None)
-    if device is not None:
-        device.own(kv)
+    if isinstance(copier, StreamCopier):
+        assert isinstance(copier.device, PlayedDevice)
+        copier.device.own(kv)
     kv.fill_(7.0)
     run(copier, job(2, "offload", {3: 1}), pages.block_bytes)
     copier.close()
@@ -383,7 +379,7 @@ def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Aren
     copier: Copier = CpuCopier(parts, arena)
     if make is not on_cpu:
         copier.close()
-        device = FakeDevice(batched=make is on_streams)
+        device = PlayedDevice(batched=make is on_streams)
         copier = streams(parts, arena, device, staging_bytes=1)
     before = {g: [as_bytes(t, block) for block in range(BLOCKS)] for g, t in groups.items()}
     for number, (g, pairs) in enumerate([(0, {1: 3, 2: 4}), (2, {1: 5, 3: 6})]):

@@ -29,7 +29,8 @@ from tests.gpu.simulated import (
     lbhnc,
     run,
 )
-from tests.kit.gpu import FakeDevice, Line, Operation
+from tests.kit.played import Operation, PlayedDevice
+from tests.kit.played.machine import Stream as Line
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_every_block_stays_whole_whatever_the_engine_does(
     layout: Callable[[], list[Tensors]], batched: bool, small: int, start: Start
 ) -> None:
     for seed in SEEDS:
-        engine = run(start, layout, FakeDevice(batched=batched, small=small), seed)
+        engine = run(start, layout, PlayedDevice(batched=batched, small=small), seed)
         assert bool(small) == ("move" in engine.device.calls)
         assert bool(small) != ("copy" in engine.device.calls)
         assert engine.wrong == []
@@ -53,7 +54,7 @@ def test_every_block_stays_whole_whatever_the_engine_does(
 # ---- faults that are put in, and found
 
 
-class SavesBeforeCompute(FakeDevice):
+class SavesBeforeCompute(PlayedDevice):
     """Saves do not wait for the forward pass that fills their blocks."""
 
     def after(self, stream: Stream, event: Event) -> None:
@@ -61,7 +62,7 @@ class SavesBeforeCompute(FakeDevice):
             super().after(stream, event)
 
 
-class LoadsBeforeCompute(FakeDevice):
+class LoadsBeforeCompute(PlayedDevice):
     """Loads do not wait for the forward pass that still uses their blocks."""
 
     def after(self, stream: Stream, event: Event) -> None:
@@ -69,7 +70,7 @@ class LoadsBeforeCompute(FakeDevice):
             super().after(stream, event)
 
 
-class NoFence(FakeDevice):
+class NoFence(PlayedDevice):
     """The forward pass waits for no copy."""
 
     def after(self, stream: Stream, event: Event) -> None:
@@ -77,14 +78,14 @@ class NoFence(FakeDevice):
             super().after(stream, event)
 
 
-class SavesAnyTime(FakeDevice):
+class SavesAnyTime(PlayedDevice):
     """A driver that may read the bytes of a save before its turn."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         super().copy(stream, batch._replace(steady=True))
 
 
-class EndsBefore(FakeDevice):
+class EndsBefore(PlayedDevice):
     """A copy's end is marked before its last part."""
 
     def mark(self, stream: Stream = None) -> Event:
@@ -116,7 +117,9 @@ class OneBuffer(StreamCopier):
 
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
 @pytest.mark.parametrize("fault", [SavesBeforeCompute, LoadsBeforeCompute, NoFence, EndsBefore])
-def test_a_copy_out_of_order_is_found(fault: type[FakeDevice], batched: bool, start: Start) -> None:
+def test_a_copy_out_of_order_is_found(
+    fault: type[PlayedDevice], batched: bool, start: Start
+) -> None:
     assert any(run(start, lbhnc, fault(batched=batched), seed).wrong for seed in SEEDS)
 
 
@@ -125,7 +128,7 @@ def test_saves_that_are_read_too_early_are_found(start: Start) -> None:
 
 
 def test_a_staging_buffer_for_both_directions_is_found(start: Start) -> None:
-    device = lambda: FakeDevice(batched=False)  # noqa: E731
+    device = lambda: PlayedDevice(batched=False)  # noqa: E731
     assert any(run(start, lbhnc, device(), seed, copies=OneBuffer).wrong for seed in SEEDS)
 
 
@@ -137,7 +140,7 @@ def test_a_job_of_any_size_is_one_call(start: Start) -> None:
     engine.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
     engine.save(0, range(8), [*map(Slot, range(8))])
     assert engine.device.calls.count("copy") == 1
-    staged = start(lbhnc, FakeDevice(batched=False), staging_bytes=1 << 20)
+    staged = start(lbhnc, PlayedDevice(batched=False), staging_bytes=1 << 20)
     staged.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
     staged.save(0, range(8), [*map(Slot, range(8))])
     assert [call for call in staged.device.calls if call != "register"] == ["gather", "copy"]
@@ -147,7 +150,7 @@ def test_neighbours_on_both_sides_are_one_run(start: Start) -> None:
     size = SLOT_BYTES
     batches: list[CopyRuns] = []
 
-    class Noting(FakeDevice):
+    class Noting(PlayedDevice):
         def copy(self, stream: Stream, batch: CopyRuns) -> None:
             batches.append(batch)
             super().copy(stream, batch)
@@ -163,7 +166,7 @@ def test_neighbours_on_both_sides_are_one_run(start: Start) -> None:
 
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
 def test_only_a_wait_blocks_the_host(batched: bool, start: Start) -> None:
-    engine = start(lbhnc, FakeDevice(batched=batched))
+    engine = start(lbhnc, PlayedDevice(batched=batched))
     engine.forward(0.5, [], [(0, block) for block in range(BLOCKS)])
     engine.save(0, range(4), [*map(Slot, range(4))])
     engine.forward(0.5, [], [(0, 0)])
@@ -198,7 +201,7 @@ def test_a_fence_is_for_each_of_several_jobs(start: Start, saved: int, swapped: 
 
 
 def test_a_load_waits_only_for_earlier_forward_passes(start: Start) -> None:
-    engine = start(lbhnc, FakeDevice(batched=False))
+    engine = start(lbhnc, PlayedDevice(batched=False))
     engine.forward(0.1, [], [(0, 0)])
     engine.save(0, [0], [Slot(0)])
     engine.settle()
@@ -211,14 +214,14 @@ def test_a_load_waits_only_for_earlier_forward_passes(start: Start) -> None:
     assert [finished.id for finished in engine.poll()] == [load]
 
 
-class PageableIds(FakeDevice):
+class PageableIds(PlayedDevice):
     """A faulty copier: its ids are in ordinary memory."""
 
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64)
 
 
-class OneByOne(FakeDevice):
+class OneByOne(PlayedDevice):
     """A faulty copier: each block is a call of its own."""
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
@@ -233,7 +236,7 @@ def test_ids_in_ordinary_memory_are_found(start: Start) -> None:
     engine.forward(0.5, [], [(0, 0)])
     engine.save(0, [0], [Slot(0)])
     [(why, seconds)] = engine.device.host_waits
-    assert why == "ids that are not registered"
+    assert why == "memory that is not registered"
     assert seconds >= 0.5
 
 
@@ -247,7 +250,7 @@ def test_a_call_for_each_block_is_found(start: Start) -> None:
 # ---- registering the arena
 
 
-def pieces(arena: Arena, device: FakeDevice, slots: int) -> Registration:
+def pieces(arena: Arena, device: PlayedDevice, slots: int) -> Registration:
     return Registration(device, arena, piece_bytes=slots * arena.slot_bytes)
 
 
@@ -273,7 +276,7 @@ def test_a_run_of_bytes_ends_where_a_registered_piece_does(start: Start) -> None
 
 
 def test_a_slot_is_handed_out_only_once_its_piece_is_registered(arena: Arena) -> None:
-    device = FakeDevice()
+    device = PlayedDevice()
     registration = pieces(arena, device, 4)
     assert (arena.admitted, arena.free, arena.lease(1)) == (0, 0, None)
     for ready in (4, 8, 9):
@@ -289,7 +292,7 @@ def test_a_slot_is_handed_out_only_once_its_piece_is_registered(arena: Arena) ->
 
 def test_slots_leased_during_the_registration_stay_leased(arena: Arena) -> None:
     [first, *_] = held = arena.lease(3) or []
-    device = FakeDevice()
+    device = PlayedDevice()
     registration = pieces(arena, device, 4)
     assert arena.free == 0
     arena.release([first])
@@ -305,7 +308,7 @@ def test_slots_leased_during_the_registration_stay_leased(arena: Arena) -> None:
 def test_memory_that_cannot_be_registered_works_and_is_reported_once(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = start(lbhnc, FakeDevice(register_max=0))
+    engine = start(lbhnc, PlayedDevice(register_max=0))
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert "cannot be registered, copies there are slower" in said[0]
@@ -318,7 +321,7 @@ def test_memory_that_cannot_be_registered_works_and_is_reported_once(
 
 
 def test_a_piece_holds_whole_slots_up_to_the_maximum_size(arena: Arena) -> None:
-    device = FakeDevice(register_max=4 * 4096)
+    device = PlayedDevice(register_max=4 * 4096)
     registration = Registration(device, arena, piece_bytes=4 * 4096 + 5)
     device.work_in_background()
     assert device.calls == ["register"] * 3
@@ -331,45 +334,46 @@ def test_a_piece_holds_whole_slots_up_to_the_maximum_size(arena: Arena) -> None:
 
 
 def test_progress_is_logged_in_a_few_lines(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
-    device = FakeDevice()
+    device = PlayedDevice()
     with caplog.at_level("INFO", logger="kvladder"):
         registration = pieces(arena, device, 1)
         device.work_in_background()
     registration.close()
-    told = [record.message for record in caplog.records]
+    told = [record.message for record in caplog.records if "arena" in record.message]
     assert [line.split(" after")[0].rpartition(": ")[2] for line in told] == [
         "33 %", "55 %", "77 %", "100 %",
     ]  # fmt: skip
 
 
 def test_registering_names_its_device(arena: Arena) -> None:
-    class Unbound(FakeDevice):
+    class Unbound(PlayedDevice):
         def bind(self) -> None:
             """Stay in the thread that binds."""
 
-    for device, found in ((FakeDevice(), {1}), (Unbound(), {0})):
+    for device, registered in ((PlayedDevice(), 9 * 4096), (Unbound(), 0)):
         registration = pieces(arena, device, 4)
         device.work_in_background()
+        assert device.registered == registered
         registration.close()
-        assert device.contexts == found
+        device.played.check()
 
 
 def test_a_refusal_that_leaves_an_error_behind_is_found(start: Start) -> None:
-    class ByRuntime(FakeDevice):
+    class ByRuntime(PlayedDevice):
         def register(self, address: int, size: int) -> str:
-            self.pending = super().register(address, size)
-            return self.pending
+            self.machine.pending = super().register(address, size)
+            return self.machine.pending
 
     engine = start(lbhnc, ByRuntime(register_max=0))
-    with pytest.raises(RuntimeError, match="too many"):
+    with pytest.raises(RuntimeError, match="out of memory"):
         engine.forward(0.1, [], [(0, 0)])
-    quiet = start(lbhnc, FakeDevice(register_max=0))
+    quiet = start(lbhnc, PlayedDevice(register_max=0))
     quiet.forward(0.1, [], [(0, 0)])
     quiet.settle()
 
 
 def test_closing_stops_a_registration_in_progress(arena: Arena) -> None:
-    device = FakeDevice()
+    device = PlayedDevice()
     registration = pieces(arena, device, 2)
     device.advance(0.0)
     registration.close()
@@ -384,13 +388,13 @@ def test_closing_stops_a_registration_in_progress(arena: Arena) -> None:
 def test_a_job_that_the_device_refuses_fails_and_the_next_one_works(start: Start) -> None:
     engine = start(lbhnc)
     engine.forward(0.1, [], [(0, 0)])
-    engine.device.pending = "out of order"
+    engine.device.played.driver.refusal = 1
     engine.save(0, [0], [Slot(0)])
     engine.save(0, [0], [Slot(1)])
     engine.device.settle()
     ended = engine.poll()
     assert [finished.ok for finished in ended] == [False, True]
-    assert "out of order" in ended[0].error
+    assert "invalid argument" in ended[0].error
     assert engine.wrong == []
 
 
@@ -398,7 +402,7 @@ def test_a_device_that_fails_ends_all_jobs_and_no_call_raises(start: Start) -> N
     engine = start(lbhnc)
     engine.forward(0.1, [], [(0, 0)])
     first = engine.save(0, [0], [Slot(0)])
-    engine.device.failing = "an illegal memory access"
+    engine.device.machine.failing = "an illegal memory access"
     engine.save(0, [0], [Slot(1)])
     engine.copier.wait([first])
     engine.copier.rest(1.0)
@@ -409,7 +413,7 @@ def test_a_device_that_fails_ends_all_jobs_and_no_call_raises(start: Start) -> N
 
 
 def test_a_partly_begun_job_keeps_its_blocks_until_it_ends(start: Start) -> None:
-    class Second(FakeDevice):
+    class Second(PlayedDevice):
         def gather(self, *arguments: Any, **options: Any) -> None:
             if self.calls.count("gather"):
                 raise RuntimeError("no more")
@@ -429,9 +433,9 @@ def test_a_partly_begun_job_keeps_its_blocks_until_it_ends(start: Start) -> None
 def test_the_staging_buffer_is_as_large_as_free_memory_allows(
     blocks: float, works: bool, start: Start
 ) -> None:
-    device = FakeDevice(batched=False, room=10**9)
+    device = PlayedDevice(batched=False, room=10**9)
     engine = start(lbhnc, device)
-    device.room = int(blocks * engine.parts[0].pages.block_bytes)
+    device.played.memory.room[1] = int(blocks * engine.parts[0].pages.block_bytes)
     engine.forward(0.1, [], [(0, block) for block in range(8)])
     engine.save(0, range(8), [*map(Slot, range(8))])
     engine.device.settle()
@@ -449,13 +453,13 @@ def test_copies_in_flight_end_before_the_engine_sleeps(start: Start) -> None:
         if drains:
             engine.copier.drain()
             assert [finished.ok for finished in engine.poll()] == [True]
-        engine.device.unmap(engine.parts[0].pages.pages[0].view)
+        engine.device.played.memory.unmap(engine.parts[0].pages.pages[0].view)
         if drains:
             engine.device.advance(1.0)
         else:
             with pytest.raises(AssertionError, match="unmapped"):
                 engine.device.advance(1.0)
-        engine.device.remap()
+        engine.device.played.memory.unmapped.clear()
 
 
 def test_a_fork_leaves_the_device_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
