@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def start() -> Iterator[Start]:
         seed: int = 0,
         copies: type[StreamCopier] = StreamCopier,
         ready: bool = True,
-        **options: int,
+        **options: Any,
     ) -> Engine:
         fake = FakeDevice() if device is None else device
         arena = Arena.create(SLOTS, SLOT_BYTES)

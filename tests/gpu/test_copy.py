@@ -232,9 +232,9 @@ class Stepwise(ThreadedCopier):
     def block_bytes(self, group: int) -> int:
         return 1
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
         del by_layer
-        self._submit(job, self._steps(job))
+        self._submit(job, self._steps(job), urgent=urgent)
 
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         for _ in job.blocks:

@@ -35,6 +35,23 @@ class Driver:
         self.entered = threading.local()
         """The context of each thread, which a new one has none of."""
 
+        self.host_pointers = 1
+        self.version = 12080
+
+    def cuDeviceGetAttribute(self, found: Any, which: int, device: int) -> int:
+        assert (which, device) == (91, 40)
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = self.host_pointers
+        return self.answer
+
+    def cuDriverGetVersion(self, found: Any) -> int:
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = self.version
+        return 0
+
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
+        for found, size in ((free, 3 << 30), (total, 8 << 30)):
+            ctypes.cast(found, ctypes.POINTER(ctypes.c_size_t))[0] = size
+        return self.answer
+
     def cuDeviceGet(self, found: Any, number: int) -> int:
         ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 40 + number
         return self.answer
@@ -72,8 +89,21 @@ class Driver:
         return 0
 
 
+class PlayedStream(SimpleNamespace):
+    """A stream of torch, with its device and priority."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        super().__init__(device=device, priority=priority, cuda_stream=77)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
+
 class Torch:
-    """torch.cuda: the current device, and nothing else."""
+    """torch.cuda: streams, the current device, and nothing else."""
+
+    Stream = PlayedStream
 
     def __init__(self) -> None:
         self.current: list[Any] = []
@@ -85,6 +115,10 @@ class Torch:
         self.current.pop()
 
     device = stream
+
+    def get_device_name(self, device: Any) -> str:
+        assert device == CPU
+        return "NVIDIA H100 MIG 1g.10gb"
 
     def set_device(self, device: Any) -> None:
         """The first device is every thread's: torch does nothing then."""
@@ -183,13 +217,14 @@ def test_without_the_drivers_batched_copies_vllms_are_used(
     assert driver.asked == []
 
 
-def test_without_batched_copies_each_run_is_a_call_and_a_log_line_says_so(
-    driver: Driver, caplog: pytest.LogCaptureFixture
+def test_without_batched_copies_each_run_is_a_call_and_the_description_says_so(
+    driver: Driver,
 ) -> None:
-    with caplog.at_level("INFO", logger="kvladder"):
-        device = opened()
-    assert "a driver for CUDA 12.8" in caplog.text
-    assert not device.batched
+    driver.version = 12040
+    device = opened()
+    assert "driver for CUDA 12.4" in device.describe()
+    assert "one by one: batches need cuda-bindings and a driver for CUDA 12.8" in device.describe()
+    assert (device.batched, device.runs_max) == (False, cuda.SINGLE_RUNS_MAX)
     work, check = batch(steady=False)
     device.copy(STREAM, work)
     check()
@@ -239,15 +274,83 @@ def test_a_new_thread_enters_the_devices_context_before_it_asks_the_driver(drive
 def test_a_device_without_a_context_registers_nothing_and_logs_it(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver.answer = 2
     device, arena = opened(), Arena.create(2, 4096)
+    driver.answer = 2
     registration = Registration(device, arena)
     registration._join()
-    assert "cannot be registered" in caplog.text
+    assert "2 slots stay unused" in caplog.text
     assert "too much" in caplog.text
-    assert arena.free == 2
+    assert arena.free == 0
     registration.close()
     arena.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_device_with_other_addresses_for_host_memory_gets_single_copies_and_no_kernel(
+    known: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On WSL2, a batch or a kernel with the host's addresses ends the engine; a copy translates."""
+    unused = cuda._BATCH(lambda *_: 1)
+    monkeypatch.setattr(cuda, "batched_by_driver", lambda: unused)
+    assert opened().batched
+    if known:
+        driver.host_pointers = 0
+    else:
+        monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *_: 1)
+    device = opened()
+    device.prepare()
+    assert (device.batched, device.small_bytes) == (False, 0)
+    work, check = batch(steady=True)
+    device.copy(STREAM, work)
+    check()
+    assert [what for what, *_ in driver.asked] == ["copy"] * 3
+    assert device.describe() == (
+        "cpu (NVIDIA H100 MIG 1g.10gb, driver for CUDA 12.8) are made one by one, because the"
+        " device does not use the host's addresses; small pages are copied likewise: it would need"
+        " the host's addresses"
+    )
+
+
+def test_loads_of_a_forward_pass_have_the_highest_priority_and_saves_the_lowest(
+    driver: Driver,
+) -> None:
+    device = opened()
+    assert device.new_stream().priority == 0
+    assert device.new_stream(urgent=True).priority == -5
+    assert device.free_bytes() == 3 << 30
+    driver.answer = 2
+    with pytest.raises(RuntimeError, match="too much"):
+        device.free_bytes()
+
+
+def test_a_table_of_runs_is_not_written_while_a_kernel_may_read_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is copied to the device at the stream's turn, so it is in use until the end."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "mover", lambda: lambda table, unit: told.append((table, unit)))
+    monkeypatch.setattr(cuda, "TABLES", 2)
+    monkeypatch.setattr(PlayedStream, "synchronize", lambda _: None, raising=False)
+    told: list[tuple[torch.Tensor, int]] = []
+    over: list[object] = []
+    device = opened()
+    monkeypatch.setattr(device, "mark", lambda stream: object())
+    monkeypatch.setattr(device, "is_over", over.__contains__)
+    device.prepare()
+    told.clear()
+    assert device.small_bytes
+    work, _ = batch(steady=True)
+    assert [device.move(STREAM, work) for _ in range(3)] == [True, True, False]
+    (one, unit), (two, _) = told
+    assert unit == 1
+    assert one.data_ptr() != two.data_ptr()
+    assert one.tolist() == [array.tolist() for array in work[:3]]
+    over.append(device._tables[1].used)
+    assert device.move(STREAM, work)
+    assert told[-1][0].data_ptr() == two.data_ptr()
+    many = np.zeros(device.runs_max + 1, np.uint64)
+    over += [table.used for table in device._tables]
+    assert not device.move(STREAM, CopyRuns(many, many, many, steady=True))
 
 
 def test_pages_are_gathered_into_rows_and_scattered_from_them(driver: Driver) -> None:
@@ -279,7 +382,9 @@ def test_the_node_of_a_device_is_its_bus_address_s(
     assert numa_node(CPU, tmp_path) is None
 
 
-def test_devices_that_cannot_be_copied_from_are_named() -> None:
+def test_devices_that_cannot_be_copied_from_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arena = Arena.create(1, 4096)
     meta = BlockPages.of({"a": torch.zeros(2, 8, device="meta")}, blocks=2)
     here = BlockPages.of({"a": torch.zeros(2, 8)}, blocks=2)
@@ -287,4 +392,12 @@ def test_devices_that_cannot_be_copied_from_are_named() -> None:
         copier_for(meta, arena)
     with pytest.raises(LayoutError, match="KV tensors on cpu, meta"):
         copier_for({0: RankShare(meta), 1: RankShare(here)}, arena)
+    played: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    on_cuda = {0: RankShare(played)}
+    monkeypatch.setattr(cuda, "driver", lambda: ctypes.CDLL("libcuda-is-not-here.so.1"))
+    with pytest.raises(LayoutError, match=r"on cuda:0, without a driver: .*is-not-here.*expected"):
+        copier_for(on_cuda, arena)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(LayoutError, match=r"on cuda:0, a device of ROCm 6.2.*an NVIDIA GPU"):
+        copier_for(on_cuda, arena)
     arena.close()

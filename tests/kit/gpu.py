@@ -6,7 +6,8 @@ or write of the same bytes finds an invalid block.
 
 The rules are CUDA's. A copy from or to unregistered memory waits for the stream. A run must not lie
 in two registrations. A kernel raises the error left by an earlier call. A thread without a current
-device works on the first. Unmapped memory must not be touched.
+device works on the first. Unmapped memory must not be touched. There is one copy engine for each
+direction; it does one operation at a time, and takes turns between streams.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -38,6 +38,8 @@ class Operation:
     begin: Callable[[], None]
     end: Callable[[], None]
     begun_s: float | None = None
+    by: str = ""
+    """The copy engine that does it, if any."""
 
 
 @dataclass(eq=False)
@@ -54,14 +56,19 @@ class Line:
     name: str
     todo: deque[Operation | Moment | tuple[Moment]] = field(default_factory=deque)
     """Operations, events to reach, and, in tuples, events to wait for."""
+    urgent: bool = False
+    copied: int = 0
+    """Number of the last operation that a copy engine did for it."""
 
 
 class FakeDevice(Device):
     """The second of two devices; the test's thread is the engine's.
 
     The machine has ``batched`` copies and ``room`` bytes of staging memory. Its driver registers
-    ``register_max`` bytes at a time, and its kernel moves runs up to ``small``. ``calls`` counts
-    the calls, and ``host_waits`` lists the host's waits with their reasons.
+    ``register_max`` bytes at a time, and ``registered_max`` in all. Its kernel moves runs up to
+    ``small``, and has ``tables`` for launches in flight. Each run that is handed over takes
+    ``run_s`` of the host's time. ``calls`` counts the calls, and ``host_waits`` lists the host's
+    waits with their reasons.
     """
 
     def __init__(
@@ -70,12 +77,23 @@ class FakeDevice(Device):
         batched: bool = True,
         room: int = 1 << 40,
         register_max: int = 1 << 40,
+        registered_max: int = 1 << 40,
         small: int = 0,
+        tables: int = 1 << 40,
+        runs_max: int = 4096,
+        run_s: float = 0.0,
     ) -> None:
         self.batched = batched
         self.room = room
         self.register_max = register_max
+        self.registered_max = registered_max
+        self.runs_max = runs_max
+        self.run_s = run_s
         self._small = small
+        self._tables = tables
+        self._copying: dict[str, Operation] = {}
+        """What each copy engine does now."""
+        self._copied = 0
         self.time_s = 0.0
         self.engine = Line("engine")
         self.lines = [self.engine]
@@ -185,6 +203,8 @@ class FakeDevice(Device):
             if head[0].at_s is None:
                 return False
         elif head.begun_s is None:
+            if not self._has_turn(line, head):
+                return False
             head.begun_s = self.time_s
             head.begin()
             return True
@@ -192,13 +212,35 @@ class FakeDevice(Device):
             return False
         else:
             head.end()
+            self._copying.pop(head.by, None)
         line.todo.popleft()
+        return True
+
+    def _has_turn(self, line: Line, operation: Operation) -> bool:
+        """Return whether an operation may begin; if it is a copy, reserve its copy engine."""
+        if not operation.by:
+            return True
+        others = (other for other in self.lines if other.copied < line.copied and other.todo)
+        heads = (other.todo[0] for other in others)
+        if operation.by in self._copying or any(
+            isinstance(head, Operation) and head.by == operation.by for head in heads
+        ):
+            return False
+        self._copying[operation.by] = operation
+        self._copied += 1
+        line.copied = self._copied
         return True
 
     # ---- calls of a copier
 
-    def new_stream(self) -> Stream:
-        self.lines.append(Line(f"stream {len(self.lines)}"))
+    def describe(self) -> str:
+        return "a simulated device are made in virtual time"
+
+    def free_bytes(self) -> int:
+        return self.room
+
+    def new_stream(self, *, urgent: bool = False) -> Stream:
+        self.lines.append(Line(f"stream {len(self.lines)}", urgent=urgent))
         return self.lines[-1]
 
     def mark(self, stream: Stream = None) -> Event:
@@ -231,23 +273,41 @@ class FakeDevice(Device):
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         self.calls.append("copy")
+        self._spend(batch)
         host = [self._host(address, size) for address, size in self._ends(batch)]
-        self._tell(stream, self._runs(batch), early=batch.steady)
+        self._tell(stream, self._runs(batch), early=batch.steady, by=self._direction(batch))
         if not all(host):
             self._wait_for(stream, "memory that is not registered")
 
     def prepare(self) -> None:
         self.small_bytes = self._small
 
-    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
+    def move(self, stream: Stream, batch: CopyRuns) -> bool:
+        assert batch.steady, "the bus bounds saves; the processors are the engine's"
+        if len(batch.sizes) > self.runs_max or not self._tables:
+            return False
         self.calls.append("move")
+        self._spend(batch)
         reached = all(self._host(address, size) for address, size in self._ends(batch))
         assert reached, "a kernel reads or writes memory that is not registered"
-        table = torch.zeros(3 * len(batch.sizes), dtype=torch.int64)
-        kept = ref(table)
-        alive = lambda: kept() is not None  # noqa: E731
-        self._tell(stream, self._runs(batch), early=False, told=alive)
-        return table
+        self._tables -= 1
+        self._tell(stream, self._runs(batch), early=False, ended=self._read_table)
+        return True
+
+    def _read_table(self) -> None:
+        self._tables += 1
+
+    def _spend(self, batch: CopyRuns) -> None:
+        """Let the time pass that the host takes to hand over runs."""
+        assert len(batch.sizes) <= self.runs_max, "too many runs for one call"
+        if self.run_s:
+            self.run_on(self.run_s * len(batch.sizes))
+
+    def _direction(self, batch: CopyRuns) -> str:
+        """Return the copy engine for a batch; the device's own memory needs none."""
+        ends = [(array[0], batch.sizes[0]) for array in batch[:2] if len(batch.sizes)]
+        target, source = [self._own(int(at), int(size)) for at, size in ends] or (True, True)
+        return "" if target and source else "to the device" if target else "to the host"
 
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor(blocks, dtype=torch.int64)
@@ -284,7 +344,7 @@ class FakeDevice(Device):
     def register(self, address: int, size: int) -> str:
         self.calls.append("register")
         self.contexts.add(self._thread_device)
-        if size > self.register_max:
+        if size > self.register_max or self.registered + size > self.registered_max:
             return f"{size} bytes are too many"
         self._registered[address] = size
         return ""
@@ -312,8 +372,7 @@ class FakeDevice(Device):
 
     def _host(self, address: int, size: int) -> bool:
         """Return whether memory is the device's or registered; refuse runs in two registrations."""
-        owned = ((at, length) for at, (length, _) in self._owned.items())
-        if _within(address, size, owned):
+        if self._own(address, size):
             return True
         inside = [
             at
@@ -323,6 +382,10 @@ class FakeDevice(Device):
         if inside and not _within(address, size, self._registered.items()):
             raise RuntimeError("invalid argument: a run in two registrations")
         return bool(inside)
+
+    def _own(self, address: int, size: int) -> bool:
+        """Return whether memory is the device's."""
+        return _within(address, size, ((at, length) for at, (length, _) in self._owned.items()))
 
     def _runs(self, batch: CopyRuns) -> list[tuple[int, int, int]]:
         arrays: list[Addresses] = [batch.targets, batch.sources, batch.sizes]
@@ -334,19 +397,16 @@ class FakeDevice(Device):
         runs: list[tuple[int, int, int]],
         *,
         early: bool,
-        told: Callable[[], bool] = lambda: True,
+        by: str = "",
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Let a stream copy runs; it reads ``early`` ones, in part, before their turn.
-
-        ``told`` says whether the description of the runs is still in memory.
-        """
+        """Let a stream copy runs; it reads ``early`` ones, in part, before their turn."""
         firsts: list[bytes] = []
 
         def read() -> None:
             firsts.extend(self._bytes(source, size // 2) for _, source, size in runs)
 
         def begin() -> None:
-            assert told(), "a kernel reads of its runs in memory that was freed"
             if not early:
                 read()
             for (target, _, size), first in zip(runs, firsts, strict=True):
@@ -356,11 +416,12 @@ class FakeDevice(Device):
             for target, source, size in runs:
                 half = size // 2
                 self._write(target + half, self._bytes(source + half, size - half))
+            ended()
 
         if early:
             read()
         seconds = CALL_S + BYTE_S * sum(size for *_, size in runs)
-        self.told(stream, Operation(seconds, begin, end))
+        self.told(stream, Operation(seconds, begin, end, by=by))
 
     def _wait_for(self, stream: Stream, why: str) -> None:
         self._wait_until(self.mark(stream), why)
