@@ -2,8 +2,9 @@
 
 The limit is the budget of a step, 2 ms. A device with CUDA is used if there is one, and memory for
 the blocks. Otherwise a simulated device does nothing with the runs that it is handed, and no memory
-is touched: the driver's own time for each run is missing then. The longest step of a round is
-reported, in the best of several rounds, since other processes may stop this one at any time.
+is touched. Then the driver's own time for each run is missing, and the figures are the thread's
+processor time, so that a busy machine changes them little. The longest step of a round is reported,
+in the median of several rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, cast
 
 import numpy as np
@@ -27,11 +28,14 @@ from kvladder.gpu.copy.cuda import CudaDevice
 from kvladder.gpu.copy.device import CopyRuns, Device, Event, Stream
 from kvladder.gpu.copy.kernel import SMALL_BYTES, table_of
 from kvladder.gpu.copy.pages import BlockPages
-from kvladder.gpu.copy.streams import STEP_S, StreamCopier
+from kvladder.gpu.copy.streams import StreamCopier
 from tests.kit.gpu import FakeDevice
 
 CUDA: Any = torch.cuda  # its annotations are incomplete
+clock = perf_counter if torch.cuda.is_available() else thread_time
 ROUNDS = 5
+BUDGET_S = 2e-3
+"""Most time of a step for all calls of a copier."""
 STEP_LENGTH_S = 10e-3
 """Length of a step of the engine."""
 STEPS_MAX = 10_000
@@ -95,7 +99,7 @@ class SilentDevice(FakeDevice):
         return 1e-3
 
     def now(self) -> float:
-        return perf_counter() + self._ahead_s
+        return thread_time() + self._ahead_s
 
     def pause(self, seconds: float) -> None:
         self._ahead_s += seconds
@@ -109,7 +113,7 @@ class SilentDevice(FakeDevice):
 
 
 class Places:
-    """Slots of an arena whose memory nobody touches."""
+    """Slots of an arena without memory, for a device that touches none."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots = self.admitted = slots
@@ -152,8 +156,8 @@ def _large(shape: Shape, copier: StreamCopier, where: str) -> Iterator[Row]:
     yield Row(
         name=f"host time of a step, {name}",
         unit="us",
-        limit=1e6 * STEP_S,
-        ours=1e6 * min(longest),
+        limit=1e6 * BUDGET_S,
+        ours=1e6 * median(longest),
         goal="ratio <= 1",
         note=f"{steps} steps, {1e3 * median(totals):.1f} ms in all; {where}",
     )
@@ -172,14 +176,14 @@ def _small(copier: StreamCopier, where: str) -> Iterator[Row]:
     fences: list[float] = []
     for number in range(200):
         job = _job(DECODE, number, "offload")
-        times = [perf_counter()]
+        times = [clock()]
         for call in (
             lambda job=job: copier.submit(job),
             lambda job=job: copier.fence([job.id]),
             lambda: copier.poll(),
         ):
             cast("Callable[[], object]", call)()
-            times.append(perf_counter())
+            times.append(clock())
         for seconds, begun_s, ended_s in zip(
             (submits, fences, polls), times[:-1], times[1:], strict=True
         ):
@@ -190,7 +194,7 @@ def _small(copier: StreamCopier, where: str) -> Iterator[Row]:
         yield Row(
             name=f"host time of {name}, a save of {DECODE.runs} runs",
             unit="us",
-            limit=1e6 * STEP_S,
+            limit=1e6 * BUDGET_S,
             ours=1e6 * median(seconds),
             note=where,
         )
@@ -206,14 +210,14 @@ def _job(shape: Shape, number: int, direction: Direction = "onboard") -> CopyJob
 def _steps(shape: Shape, copier: StreamCopier, number: int) -> list[float]:
     """Return the host's seconds in each step, from submit to the job's end."""
     job, taken = _job(shape, number), [0.0]
-    begun_s = perf_counter()
+    begun_s = clock()
     copier.submit(job, by_layer=shape.by_layer)
-    taken[0] = perf_counter() - begun_s
+    taken[0] = clock() - begun_s
     for _ in range(STEPS_MAX):
         copier.device.pause(STEP_LENGTH_S)
-        begun_s = perf_counter()
+        begun_s = clock()
         ended = copier.poll()
-        taken.append(perf_counter() - begun_s)
+        taken.append(clock() - begun_s)
         if ended:
             assert ended[0].ok, ended[0].error
             return taken
@@ -223,10 +227,10 @@ def _steps(shape: Shape, copier: StreamCopier, number: int) -> list[float]:
 def _fence(shape: Shape, copier: StreamCopier, number: int) -> float:
     """Return the host's seconds for a job that the engine's stream waits for at once."""
     job = _job(shape, number)
-    begun_s = perf_counter()
+    begun_s = clock()
     copier.submit(job, by_layer=shape.by_layer)
     copier.fence([job.id])
-    seconds = perf_counter() - begun_s
+    seconds = clock() - begun_s
     copier.drain()
     assert copier.poll()[0].ok
     return seconds

@@ -93,7 +93,7 @@ class AddressGroup:
 
     def __init__(self, part: RankShare, arena: Arena, piece_slots: int, runs_max: int) -> None:
         self.part = part
-        self._piece_slots = piece_slots
+        self._piece_slots = np.uint64(piece_slots)
         assert 0 <= part.offset <= arena.slot_bytes - part.pages.block_bytes
         self._slots = arena.slots
         self._slot_bytes = np.uint64(arena.slot_bytes)
@@ -163,8 +163,11 @@ class AddressGroup:
         self, blocks: Addresses, slots: Addresses
     ) -> tuple[Addresses, Addresses, Addresses]:
         """Return the first blocks and slots of runs of neighbours, and the number in each run."""
-        apart = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
-        apart |= np.diff(slots // np.uint64(self._piece_slots)) != 0
+        apart = (blocks[1:] != blocks[:-1] + _ONE) | (slots[1:] != slots[:-1] + _ONE)
+        pieces = slots // self._piece_slots
+        apart |= pieces[1:] != pieces[:-1]
+        if apart.all():
+            return blocks, slots, _ONE
         begins = np.concatenate([[0], np.flatnonzero(apart) + 1])
         counts = np.diff(begins, append=len(blocks)).astype(np.uint64)
         return blocks[begins], slots[begins], counts

@@ -254,7 +254,7 @@ class CudaDevice(Device):
             try:
                 self._mover(*table.load(batch))
             finally:  # whatever was begun still reads the table
-                table.used = self.mark(stream)
+                table.use_until(self.mark(stream))
         return True
 
     def _table(self) -> Table | None:

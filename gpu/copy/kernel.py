@@ -99,6 +99,10 @@ class Table:
         self.used: Event = None
         """End of its last use."""
 
+    def use_until(self, end: Event) -> None:
+        """Note the end of a use: before it, the table must not change."""
+        self.used = end
+
     def load(self, batch: CopyRuns) -> tuple[torch.Tensor, int]:
         """Copy a batch to the device on the current stream; return the table there and the unit."""
         count = len(batch.sizes)

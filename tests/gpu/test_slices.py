@@ -87,12 +87,14 @@ def test_only_loads_are_short() -> None:
 
 RUN_S = 1e-4
 """Time of the host for each run; a slice of one block takes three times as long."""
+STEP_S = 3 * LAYERS * RUN_S + 1e-6
+"""The budget of a step: two slices, and room for a third that takes longer."""
 
 
 def slow(start: Start, layout: Callable[[], list[Tensors]] = lbhnc, **options: Any) -> Engine:
     """Return an engine that hands over two slices of one block in a step."""
     device = FakeDevice(run_s=RUN_S, **options)
-    return start(layout, device, slice_bytes=BLOCK, step_s=2 * LAYERS * RUN_S + 1e-6)
+    return start(layout, device, slice_bytes=BLOCK, step_s=STEP_S)
 
 
 def calls(engine: Engine) -> int:
@@ -101,7 +103,7 @@ def calls(engine: Engine) -> int:
 
 def next_step(engine: Engine) -> list[int]:
     """Poll in the next step; return the jobs that ended."""
-    engine.device.run_on(streams.STEPS_S * 2 * LAYERS * RUN_S)
+    engine.device.run_on(streams.STEPS_S * STEP_S)
     return [finished.id for finished in engine.copier.poll()]
 
 
@@ -119,10 +121,10 @@ def test_a_step_hands_over_slices_for_a_limited_time_and_the_next_ones_the_rest(
     assert engine.device.time_s == begun_s
     told: list[int] = []
     for count in (4, 6, 8, 10, 12):
-        begun_s = engine.device.time_s + streams.STEPS_S * 2 * LAYERS * RUN_S
+        begun_s = engine.device.time_s + streams.STEPS_S * STEP_S
         told += next_step(engine)
         assert calls(engine) == count
-        assert engine.device.time_s - begun_s <= 2 * LAYERS * RUN_S + 1e-6
+        assert engine.device.time_s - begun_s <= STEP_S
     engine.device.settle()
     told += next_step(engine)
     assert sorted(told) == [1, 2, 3, 4, 5, 6]
