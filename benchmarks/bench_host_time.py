@@ -1,7 +1,7 @@
 """Measures the time of the engine's thread in calls of a copier: submit, poll and fence.
 
 The limit is the budget of a step, 2 ms. A device with CUDA is used if there is one, and memory for
-the blocks. Otherwise a simulated device does nothing with the runs that it is handed, and no memory
+the blocks. Otherwise a silent device does nothing with the runs that it is handed, and no memory
 is touched. Then the driver's own time for each run is missing, and the figures are the thread's
 processor time, so that a busy machine changes them little. The longest step of a round is reported,
 in the median of several rounds.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -27,9 +27,8 @@ from kvladder.gpu.copy.copier import CopyJob, Direction, JobId
 from kvladder.gpu.copy.cuda import CudaDevice
 from kvladder.gpu.copy.device import CopyRuns, Device, Event, Stream
 from kvladder.gpu.copy.kernel import SMALL_BYTES, table_of
-from kvladder.gpu.copy.pages import BlockPages
+from kvladder.gpu.copy.pages import BlockPages, Page
 from kvladder.gpu.copy.streams import StreamCopier
-from tests.kit.gpu import FakeDevice
 
 CUDA: Any = torch.cuda  # its annotations are incomplete
 clock = perf_counter if torch.cuda.is_available() else thread_time
@@ -75,25 +74,36 @@ SHAPES = (
 DECODE = Shape("LBHNC", 2, 80, 64 << 10)
 
 
-class SilentDevice(FakeDevice):
+class SilentDevice(Device):
     """Does with runs what the host does before it calls the driver, and nothing else."""
 
+    batched = True
+    small_bytes = SMALL_BYTES
+
     def __init__(self) -> None:
-        super().__init__(small=SMALL_BYTES)
         self._table = np.empty((3, self.runs_max), np.uint64)
         self._ahead_s = 0.0
+
+    def describe(self) -> str:
+        return "a silent device are not made"
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+    def new_stream(self, *, urgent: bool = False) -> Stream:
+        return object()
 
     def mark(self, stream: Stream = None) -> Event:
         return object()
 
     def after(self, stream: Stream, event: Event) -> None:
-        del stream, event
+        """Order nothing."""
 
     def is_over(self, event: Event) -> bool:
         return True
 
     def wait(self, event: Event) -> None:
-        del event
+        """Return at once."""
 
     def seconds(self, begun: Event, ended: Event) -> float:
         return 1e-3
@@ -107,9 +117,43 @@ class SilentDevice(FakeDevice):
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         assert all(array.flags.c_contiguous and array.ctypes.data for array in batch[:3])
 
+    def prepare(self) -> None:
+        """Compile nothing."""
+
     def move(self, stream: Stream, batch: CopyRuns) -> bool:
         table_of(batch, self._table[:, : len(batch.sizes)])
         return True
+
+    def ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def staging(self, size: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather(
+        self,
+        stream: Stream,
+        pages: Sequence[Page],
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        out: bool,
+    ) -> None:
+        raise NotImplementedError
+
+    def register(self, address: int, size: int) -> str:
+        return ""
+
+    def unregister(self, address: int) -> None:
+        """Forget nothing."""
+
+    def bind(self) -> None:
+        """Select nothing."""
+
+    def background(self, steps: Iterator[None]) -> Callable[[], None]:
+        for _ in steps:
+            pass
+        return lambda: None
 
 
 class Places:
@@ -190,6 +234,7 @@ def _small(copier: StreamCopier, where: str) -> Iterator[Row]:
             seconds.append(ended_s - begun_s)
         copier.drain()
         copier.poll()
+        copier.device.pause(STEP_LENGTH_S)
     for name, seconds in (("submit", submits), ("fence", fences), ("poll", polls)):
         yield Row(
             name=f"host time of {name}, a save of {DECODE.runs} runs",
@@ -242,7 +287,7 @@ def _copier(shape: Shape) -> Generator[tuple[StreamCopier, str] | None]:
     slot_bytes = shape.layers * shape.page_bytes
     on_cuda = torch.cuda.is_available()
     device: Device = SilentDevice()
-    where = "simulated device"
+    where = "silent device"
     arena: Any = Places(shape.blocks, slot_bytes)
     if on_cuda:
         free = min(memory_available() // 2, CUDA.mem_get_info()[0])
@@ -265,8 +310,6 @@ def _copier(shape: Shape) -> Generator[tuple[StreamCopier, str] | None]:
         tensors = {f"layer{n}": kv[n] for n in range(shape.layers)}
     copier = StreamCopier(BlockPages.of(tensors, blocks=shape.blocks), arena, device)
     try:
-        if isinstance(device, SilentDevice):
-            device.work_in_background()
         while not copier.settled:
             device.pause(STEP_LENGTH_S)
         yield copier, where

@@ -246,13 +246,13 @@ def test_memory_for_page_tables_of_the_arena_is_left_free_on_cuda() -> None:
         return torch.zeros(count, size, dtype=torch.uint8)
 
     sizes = {"cpu": 0, "cuda": 0}
-    for device in sizes:
+    for where in [*sizes]:
         plan = CachePlan([Layer("0", 4, 16, "float32")], block_tokens=4, max_tokens=32)
         given: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000, "allocate": zeros}
-        with open_device(stack, plan, device=device, **given) as cache:
-            sizes[device] = cache.division.memory
+        with open_device(stack, plan, device=where, **given) as cache:
+            sizes[where] = cache.division.memory
             told = "page tables of the registered arena: up to 16 KiB beside the pools"
-            assert (told in cache.describe()) == (device == "cuda")
+            assert (told in cache.describe()) == (where == "cuda")
     assert sizes == {"cpu": 900_000, "cuda": int(0.9 * (1_000_000 - (8 << 20) // 4096 * 8))}
 
 
