@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from kvladder.arena import Arena, Slot
+from kvladder.device.cache import open_device
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.gpu.copy.registration import SPARE_BYTES, Registration, table_bytes
+from kvladder.gpu.sizing.groups import Layer
+from kvladder.gpu.sizing.plan import CachePlan
 from tests.gpu.simulated import SLOT_BYTES, SLOTS, Start, dense, lbhnc
 from tests.kit.gpu import FakeDevice
 
@@ -134,6 +138,24 @@ def test_page_tables_take_an_entry_for_each_page() -> None:
     assert table_bytes(500 * gib, 1.0) == 500 * 512 * 8
     assert table_bytes(gib, 0.5) == (256 + (gib >> 13)) * 8
     assert table_bytes(5000) == 16
+
+
+def test_memory_for_page_tables_of_the_arena_is_left_free_on_cuda() -> None:
+    """The tensors are in main memory, so that the division of a CUDA device can be made here."""
+    stack = {"arena": {"size": "8 MiB"}, "tiers": [{"name": "host", "type": "host"}]}
+
+    def zeros(name: str, count: int, size: int) -> torch.Tensor:
+        return torch.zeros(count, size, dtype=torch.uint8)
+
+    sizes = {"cpu": 0, "cuda": 0}
+    for where in [*sizes]:
+        plan = CachePlan([Layer("0", 4, 16, "float32")], block_tokens=4, max_tokens=32)
+        given: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000, "allocate": zeros}
+        with open_device(stack, plan, device=where, **given) as cache:
+            sizes[where] = cache.division.memory
+            told = "page tables of the registered arena: up to 16 KiB beside the pools"
+            assert (told in cache.describe()) == (where == "cuda")
+    assert sizes == {"cpu": 900_000, "cuda": int(0.9 * (1_000_000 - (8 << 20) // 4096 * 8))}
 
 
 def test_the_arena_knows_its_share_in_huge_pages(arena: Arena) -> None:
