@@ -235,10 +235,12 @@ class CudaDevice(Device):
             words = torch.zeros(2, dtype=torch.int64).pin_memory()
             ends = [words[1:].data_ptr(), words.data_ptr(), 8]
             table = torch.tensor(ends).view(3, 1).pin_memory()
-            with self._cuda.stream(stream):
-                for unit in (1, 2, 4, 8):
-                    move(table, unit)
-            stream.synchronize()
+            try:
+                with self._cuda.stream(stream):
+                    for unit in (1, 2, 4, 8):
+                        move(table, unit)
+            finally:  # kernels that have begun use this memory
+                stream.synchronize()
             self._tables = [Table(self.runs_max, self._device) for _ in range(TABLES)]
         except Exception as error:  # noqa: BLE001 - a compiler fails in ways of its own
             self._without_kernel = f"the kernel failed: {error!r}"
