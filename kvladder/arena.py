@@ -37,6 +37,8 @@ class ArenaHandle:
     fd: int
     slots: int
     slot_bytes: int
+    huge_share: float = 0.0
+    """Share of its memory in huge pages; 0 if that is not known."""
 
 
 def memory_available(root: Path = Path("/")) -> int:
@@ -104,6 +106,8 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.huge = huge
         """True if the mapping has its own huge pages, reserved by the administrator."""
+        self.huge_share = 1.0 if huge else 0.0
+        """Share of its memory in huge pages; 0 if that is not known."""
         self._fd = fd
         self.size_bytes = align(slots * slot_bytes, HUGE_PAGE_BYTES)
         """Bytes of the whole mapping."""
@@ -170,7 +174,7 @@ class Arena:
             os.ftruncate(fd, size)
             arena = cls(fd, slots=slots, slot_bytes=slot_bytes, huge=bool(flags))
             prefer_nodes(arena.address, size, nodes)
-            make(arena.address, size, huge=arena.huge)
+            arena.huge_share = make(arena.address, size, huge=arena.huge)
             os.posix_fallocate(fd, 0, size)  # does nothing if all is there, else it raises
         except OSError as error:
             if arena is not None:
@@ -206,6 +210,7 @@ class Arena:
             raise ArenaError(f"arena of process {handle.pid} is not {size} bytes long")
         slots, slot_bytes = handle.slots, handle.slot_bytes
         arena = cls(fd, slots=slots, slot_bytes=slot_bytes, huge=False, writable=writable)
+        arena.huge_share = handle.huge_share
         arena._populating = threading.Thread(target=arena._populate, name="kvladder-populate")
         arena._populating.start()
         return arena
@@ -216,7 +221,8 @@ class Arena:
     @property
     def handle(self) -> ArenaHandle:
         """Handle for :meth:`attach` in another process; valid while this arena is open."""
-        return ArenaHandle(os.getpid(), self._fd, len(self._claims), self.slot_bytes)
+        claims, share = len(self._claims), self.huge_share
+        return ArenaHandle(os.getpid(), self._fd, claims, self.slot_bytes, share)
 
     @property
     def free(self) -> int:

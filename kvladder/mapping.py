@@ -109,8 +109,8 @@ def prefer_nodes(address: int, size: int, nodes: Collection[int]) -> bool:
     return not _libc.syscall(number, *arguments, ctypes.byref(mask), ctypes.c_ulong(bits), 0)
 
 
-def make(address: int, size: int, *, huge: bool) -> None:
-    """Allocate a new mapping's memory now, by several threads.
+def make(address: int, size: int, *, huge: bool) -> float:
+    """Allocate a new mapping's memory now, by several threads; return its share in huge pages.
 
     The memory gets huge pages if possible; if not, the share without them is logged. ``huge`` means
     that the file itself consists of huge pages. Memory that the kernel cannot give is left out
@@ -124,9 +124,10 @@ def make(address: int, size: int, *, huge: bool) -> None:
 
     with ThreadPoolExecutor(threads, "kvladder-make") as pool:
         refusals = list(filter(None, pool.map(one, starts)))
+    share = len(refusals) / len(starts)
     if refusals:
-        share = len(refusals) / len(starts)
         logger.info("%.0f %% of the arena has no huge pages: %s", 100 * share, refusals[0])
+    return 1.0 - share
 
 
 def _make(address: int, size: int, *, collapse: bool) -> str:

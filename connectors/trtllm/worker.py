@@ -99,9 +99,15 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
                 self._arena = Arena.attach(meeting.arena)
                 mine = {0: RankShare(self._pages, self._rank * meeting.rank_bytes)}
                 self._copier = copier_for(mine, self._arena)
-            self._met = self._arena.admitted == self._arena.slots
-            if self._met:
+            assert self._copier is not None
+            if self._arena.admitted == self._arena.slots:
+                self._met = True
                 self._uplink = Rank(meeting, self._rank, rank_fields(self._pages))
+            elif self._copier.settled:
+                self._met = True
+                what = f"its device reaches {self._arena.admitted} of {self._arena.slots} slots"
+                hint = "make arena.size smaller"
+                self._notices.say("ranks", f"rank {self._rank} caches nothing: {what}; {hint}")
         except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
             self._met = True
             self._notices.say("ranks", f"rank {self._rank} caches nothing: {error!r}")

@@ -352,7 +352,8 @@ class WorkerHalf:
             if job.direction == "offload":
                 self._saving.add(job.id)
             by_layer = job.id in self._by_layer
-            self._attached(step.attach).submit(job, by_layer=by_layer)
+            urgent = job.id in self._loads and self._loads[job.id].sync
+            self._attached(step.attach).submit(job, by_layer=by_layer, urgent=urgent)
 
     def _attached(self, attach: Attach | None) -> Copier:
         """Return the copier; the first call maps the arena and makes it."""

@@ -8,15 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NewType
+from typing import Final, Literal, NewType, get_args
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy.ranges import ranged
 
 JobId = NewType("JobId", int)
 
+SHORT_BYTES = 128 << 20
+"""Largest load that overtakes longer ones; a bus moves so many bytes in 2 to 5 ms."""
+
 Direction = Literal["offload", "onboard"]
 """``offload`` copies from the engine's blocks to slots, ``onboard`` back."""
+
+
+Lane = Literal["urgent", "onboard", "offload"]
+"""Queue of jobs that run in order; those of the first run first."""
+LANES: Final[tuple[Lane, ...]] = get_args(Lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +59,21 @@ class Finished:
 class Copier(ABC):
     """Copies blocks in the background. Only the engine's thread calls it.
 
-    Jobs of one direction run in order. Jobs of different directions may overtake each other.
+    Jobs may overtake each other: short loads overtake long ones.
     """
 
+    @property
+    def settled(self) -> bool:
+        """True once the slots that this copier reaches are known; see ``Arena.admitted``."""
+        return True
+
     @abstractmethod
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
         """Begin a copy, ordered after the work queued on the engine's device; return at once.
 
         With ``by_layer``, it copies all blocks of one layer before the next layer, so that a fence
         may name a layer. If that is far slower than whole blocks, it copies whole blocks anyway.
+        An ``urgent`` load, or one by layer, overtakes long loads: a forward pass waits for it.
         """
 
     @abstractmethod
@@ -105,17 +119,17 @@ class Task:
 
 
 class ThreadedCopier(Copier):
-    """A copier with a thread that runs jobs in small steps, onboarding first.
+    """A copier with a thread that runs jobs in small steps: short loads, then others, then saves.
 
     A step is the subclass's work between two yields; it yields the names of layers that are
-    complete. So an onboarding job, which an engine waits for, is delayed by at most one step of an
-    offloading job.
+    complete. So a load, which an engine waits for, is delayed by at most one step of a save, and a
+    short one by at most one step of a longer one.
     """
 
     def __init__(self, *, name: str, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
         self._changed = threading.Condition()
-        self._tasks: dict[Direction, deque[Task]] = {"onboard": deque(), "offload": deque()}
+        self._tasks: dict[Lane, deque[Task]] = {lane: deque() for lane in LANES}
         self._active: dict[JobId, set[str]] = {}
         """Jobs in flight, with the layers that are complete of jobs that go by layer."""
         self._finished: list[Finished] = []
@@ -127,22 +141,31 @@ class ThreadedCopier(Copier):
     def block_bytes(self, group: int) -> int:
         """Return the bytes copied per block of a group."""
 
-    def _submit(self, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
+    def _submit(
+        self, job: CopyJob, steps: Iterator[Sequence[str]], *, urgent: bool = False
+    ) -> None:
         """Queue ``job`` for the thread; ``steps`` does a part of it at each iteration."""
         with self._changed:
             if self._closed:
                 self._finished.append(Finished(job.id, False, 0, 0.0, "the copier is closed"))
                 return
             self._active[job.id] = set()
-            self._tasks[job.direction].append(Task(job, steps))
+            self._tasks[self._lane(job, urgent=urgent)].append(Task(job, steps))
             self._changed.notify_all()
+
+    def _lane(self, job: CopyJob, *, urgent: bool) -> Lane:
+        try:
+            size = self.block_bytes(job.group)
+        except KeyError:  # its first step fails
+            size = 0
+        return lane_of(job, size, urgent=urgent)
 
     def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or any(self._tasks.values()))
-                queue = self._tasks["onboard"] or self._tasks["offload"]
-                if not queue:
+                queue = next(filter(None, self._tasks.values()), None)
+                if queue is None:
                     return
                 task = queue[0]
             if self._step(task):
@@ -207,6 +230,18 @@ class ThreadedCopier(Copier):
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+
+
+def lane_of(
+    job: CopyJob, block_bytes: int, *, urgent: bool, short_bytes: int = SHORT_BYTES
+) -> Lane:
+    """Return the queue of a job: loads that are short, or that a forward pass waits for, overtake.
+
+    ``block_bytes`` is the size of one of its blocks.
+    """
+    if job.direction == "offload":
+        return "offload"
+    return "urgent" if urgent or len(job.blocks) * block_bytes <= short_bytes else "onboard"
 
 
 def require_places(job: CopyJob, *, blocks: int, slots: int) -> None:

@@ -50,8 +50,9 @@ class CpuCopier(ThreadedCopier):
     def block_bytes(self, group: int) -> int:
         return self._groups[group].pages.block_bytes
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
-        self._submit(job, self._layers(job) if by_layer else self._steps(job))
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
+        steps = self._layers(job) if by_layer else self._steps(job)
+        self._submit(job, steps, urgent=urgent or by_layer)
 
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         """Copy whole blocks, some at each step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -21,11 +20,9 @@ from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier
 from kvladder.gpu.copy.cpu import CpuCopier
 from kvladder.gpu.copy.device import CopyRuns, Device, Event, Stream
-from kvladder.gpu.copy.kernel import SMALL_BYTES, Mover, mover, table_of
+from kvladder.gpu.copy.kernel import SMALL_BYTES, TABLES, Mover, Table, mover
 from kvladder.gpu.copy.pages import Page, Parts, by_group
 from kvladder.gpu.copy.streams import StreamCopier
-
-logger = logging.getLogger("kvladder")
 
 IN_STREAM_ORDER, ANY_TIME = 1, 3
 """Order in which a batch's sources are read (CUmemcpySrcAccessOrder)."""
@@ -33,6 +30,12 @@ REGISTER_FLAGS = 1 | 2
 """Portable and mapped: every context and every kernel may use the memory."""
 BATCH_SINCE = 12080
 """CUDA version that introduced copies in batches; its calling rules are used."""
+USES_HOST_POINTERS = 91
+"""Attribute of devices that use the host's addresses of registered memory as they are."""
+RUNS_MAX = 4096
+"""Largest number of runs in one call of the driver."""
+SINGLE_RUNS_MAX = 256
+"""The same if each run is a call of its own."""
 _Call = Callable[..., int]
 
 
@@ -98,16 +101,58 @@ class CudaDevice(Device):
         self._cuda: Any = torch.cuda  # its annotations are incomplete
         self._driver = driver()
         self._mover: Mover | None = None
-        self._batch = batched_by_driver()
-        self._vllm = None if self._batch else batched_by_vllm()
+        self._without_kernel = "the kernel is not compiled yet"
+        self._tables: list[Table] = []
+        self._batch: _Call | None = None
+        self._vllm: _Call | None = None
+        self._host_pointers = bool(self._attribute(USES_HOST_POINTERS))
+        if self._host_pointers:
+            self._batch = batched_by_driver()
+            self._vllm = None if self._batch else batched_by_vllm()
         self.batched = bool(self._batch or self._vllm)
-        if not self.batched:
-            logger.info(
-                "copies are not batched: that needs cuda-bindings and a driver for CUDA 12.8"
-            )
+        self.runs_max = RUNS_MAX if self.batched else SINGLE_RUNS_MAX
 
-    def new_stream(self) -> Stream:
-        return self._cuda.Stream(self._device)
+    def _number(self) -> int:
+        """Return the driver's number of the device."""
+        device = ctypes.c_int()
+        self._check(self._driver.cuDeviceGet(ctypes.byref(device), self._device.index or 0))
+        return device.value
+
+    def _attribute(self, which: int) -> int:
+        """Return an attribute of the device; 0 if the driver does not know it."""
+        found = ctypes.c_int()
+        error = self._driver.cuDeviceGetAttribute(ctypes.byref(found), which, self._number())
+        return 0 if error else found.value
+
+    def describe(self) -> str:
+        version = ctypes.c_int()
+        self._driver.cuDriverGetVersion(ctypes.byref(version))
+        major, minor = version.value // 1000, version.value % 1000 // 10
+        name = self._cuda.get_device_name(self._device)
+        node = numa_node(self._device)
+        where = "" if node is None else f", NUMA node {node}"
+        if not self._host_pointers:
+            how = "one by one, because the device does not use the host's addresses"
+        elif self._batch is not None:
+            how = "in batches by the driver"
+        elif self._vllm is not None:
+            how = "in batches by vLLM"
+        else:
+            how = "one by one: batches need cuda-bindings and a driver for CUDA 12.8"
+        small = f"copied likewise: {self._without_kernel}"
+        if self._mover is not None:
+            small = "loaded by a kernel"
+        about = f"{self._device} ({name}, driver for CUDA {major}.{minor}{where})"
+        return f"{about} are made {how}; small pages are {small}"
+
+    def free_bytes(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._check(self._driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        return free.value
+
+    def new_stream(self, *, urgent: bool = False) -> Stream:
+        least, greatest = self._cuda.Stream.priority_range()
+        return self._cuda.Stream(self._device, priority=greatest if urgent else least)
 
     def _stream(self, stream: Stream) -> Any:
         return self._cuda.current_stream(self._device) if stream is None else stream
@@ -177,9 +222,12 @@ class CudaDevice(Device):
         return f"{(found.value or b'?').decode()} ({error})"
 
     def prepare(self) -> None:
+        if not self._host_pointers:
+            self._without_kernel = "it would need the host's addresses"
+            return
         move = mover()
         if move is None:
-            logger.info("small pages are copied without a kernel: install triton for faster copies")
+            self._without_kernel = "install triton for faster copies"
             return
         # Each element size has its own kernel; compile all now, so that no copy waits for it.
         try:
@@ -193,18 +241,30 @@ class CudaDevice(Device):
                         move(table, unit)
             finally:  # kernels that have begun use this memory
                 stream.synchronize()
+            self._tables = [Table(self.runs_max, self._device) for _ in range(TABLES)]
         except Exception as error:  # noqa: BLE001 - a compiler fails in ways of its own
-            logger.warning("small pages are copied without a kernel, because it failed: %r", error)
+            self._without_kernel = f"the kernel failed: {error!r}"
             return
         self._mover, self.small_bytes = move, SMALL_BYTES
 
-    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
+    def move(self, stream: Stream, batch: CopyRuns) -> bool:
         assert self._mover is not None, "expected a call of prepare"
-        table, unit = table_of(batch)
-        table = table.pin_memory()
+        table = self._table() if len(batch.sizes) <= self.runs_max else None
+        if table is None:
+            return False
         with self._cuda.stream(stream):
-            self._mover(table, unit)
-        return table
+            try:
+                self._mover(*table.load(batch))
+            finally:  # whatever was begun still reads the table
+                table.use_until(self.mark(stream))
+        return True
+
+    def _table(self) -> Table | None:
+        """Return a table that no kernel in flight uses; None if there is none."""
+        for table in self._tables:
+            if table.used is None or self.is_over(table.used):
+                return table
+        return None
 
     def ids(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64).pin_memory()
@@ -250,8 +310,7 @@ class CudaDevice(Device):
         The runtime would do so in its first call that uses the device. But torch makes no such call
         for device 0, which is every new thread's default.
         """
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(self._driver.cuDeviceGet(ctypes.byref(device), self._device.index or 0))
+        device, context = ctypes.c_int(self._number()), ctypes.c_void_p()
         self._check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         self._check(self._driver.cuCtxSetCurrent(context))
 
@@ -306,6 +365,13 @@ def copier_for(parts: Parts, arena: Arena) -> Copier:
     (device,) = devices
     if device.type == "cpu":
         return CpuCopier(parts, arena)
-    if device.type == "cuda" and torch.version.hip is None:
-        return StreamCopier(parts, arena, CudaDevice(device))
-    raise LayoutError(f"KV tensors on {device}", hint="expected cpu, or cuda on an NVIDIA GPU")
+    found = f"KV tensors on {device}"
+    if device.type != "cuda" or torch.version.hip is not None:
+        system = "" if torch.version.hip is None else f", a device of ROCm {torch.version.hip}"
+        raise LayoutError(f"{found}{system}", hint="expected cpu, or cuda on an NVIDIA GPU")
+    try:
+        made = CudaDevice(device)
+    except OSError as error:
+        hint = "expected libcuda.so.1, which an NVIDIA driver installs"
+        raise LayoutError(f"{found}, without a driver: {error}", hint=hint) from error
+    return StreamCopier(parts, arena, made)

@@ -40,10 +40,23 @@ class Device(ABC):
     """True if ``copy`` hands all runs over in one call."""
     small_bytes: int = 0
     """Largest average bytes per run to use ``move`` for; 0 while ``move`` is not available."""
+    runs_max: int = 4096
+    """Largest number of runs to hand over by one call, which takes a fraction of a millisecond."""
 
     @abstractmethod
-    def new_stream(self) -> Stream:
-        """Return a new stream that runs beside the engine's."""
+    def describe(self) -> str:
+        """Return the device's name and how it copies, with the reasons, for a log line."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how much of the device's memory is free."""
+
+    @abstractmethod
+    def new_stream(self, *, urgent: bool = False) -> Stream:
+        """Return a new stream that runs beside the engine's.
+
+        Its kernels run after the engine's, or before them if it is ``urgent``.
+        """
 
     @abstractmethod
     def mark(self, stream: Stream = None) -> Event:
@@ -75,9 +88,10 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
-        """Copy between device memory and host memory; the arrays may be reused on return.
+        """Copy between device memory and registered host memory.
 
-        With host memory that is not registered, this waits for the whole stream.
+        The arrays may be reused on return. With other host memory, this would wait for the whole
+        stream.
         """
 
     @abstractmethod
@@ -85,10 +99,11 @@ class Device(ABC):
         """Prepare ``move``, which may take a while. Any thread may call it after ``bind``."""
 
     @abstractmethod
-    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
-        """Copy by one kernel, between device memory and registered host memory.
+    def move(self, stream: Stream, batch: CopyRuns) -> bool:
+        """Copy by one kernel, from registered host memory to the device's.
 
-        Return the kernel's table of runs; keep it until the stream has read it.
+        The arrays may be reused on return. Return False, and do nothing, if there are more than
+        ``runs_max`` runs, or if earlier kernels still use all tables of runs.
         """
 
     @abstractmethod

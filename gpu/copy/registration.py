@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import lcm
 
-from kvladder.arena import Arena, Slot
+from kvladder.arena import Arena
 from kvladder.gpu.copy.device import Device
+from kvladder.layout import PAGE_BYTES
 from kvladder.mapping import HUGE_PAGE_BYTES
+from kvladder.units import Size
 
 logger = logging.getLogger("kvladder")
 
 PIECE_BYTES = 1 << 30
 """Approximate bytes registered by one call: drivers limit it, and its locks delay other calls."""
 LINES = 4
-"""Number of log lines that report the progress."""
+"""Number of log lines that report the progress, the last of them with the result."""
+ENTRY_BYTES = 8
+"""Device memory for the address of one page of registered memory."""
+SPARE_BYTES = 64 << 20
+"""Device memory that the registration leaves free."""
 
 
 def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
@@ -29,11 +35,22 @@ def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
     return max(1, piece_bytes // unit) * unit // arena.slot_bytes
 
 
+def table_bytes(size: int, huge_share: float = 0.0) -> int:
+    """Return the most device memory that page tables for ``size`` bytes of registered memory take.
+
+    This is arithmetic, not measured: an entry for each page. ``huge_share`` is the share of the
+    memory in huge pages.
+    """
+    huge = int(size * huge_share) // HUGE_PAGE_BYTES
+    small = -(-(size - huge * HUGE_PAGE_BYTES) // PAGE_BYTES)
+    return ENTRY_BYTES * (huge + small)
+
+
 class Registration:
     """Registers pieces of whole slots in the background; the arena hands out slots when ready.
 
-    If the device refuses a piece, that is logged once. Its slots are handed out anyway, and copies
-    to them are slower.
+    If the device refuses a piece, or has too little memory for its page tables, the rest of the
+    slots is never handed out. One log line gives the result and describes how copies are made.
 
     Parameters
     ----------
@@ -48,66 +65,79 @@ class Registration:
         self._arena = arena
         self._piece = piece_slots(arena, piece_bytes)
         self._registered: list[int] = []
-        self._ready = 0
-        """Number of leading slots that are all registered."""
-        self._refused = ""
+        self.ready = 0
+        """Number of leading slots that are registered; copies must not touch others."""
+        self.over = False
+        """True once no further slot will be registered."""
         self._closed = False
         arena.admit(self, 0)
         self._join = device.background(self._steps())
 
     def _steps(self) -> Iterator[None]:
         """Register one piece at each step."""
-        arena, total = self._arena, self._arena.slots
-        begun_s, told = self._device.now(), 0
+        total, told, why = self._arena.slots, 1, ""
+        begun_s = self._device.now()
         try:
-            try:
-                self._device.bind()
-                self._device.prepare()
-            except RuntimeError as error:
-                self._refuse(total * arena.slot_bytes, repr(error))
-                return
-            for first in range(0, total, self._piece):
-                if self._closed:
-                    return
-                end = min(first + self._piece, total)
-                self._register(first, end - first)
-                if not self._refused:
-                    self._ready = end
-                arena.admit(self, end)
-                if end * LINES // total > told:
-                    told = end * LINES // total
-                    seconds = self._device.now() - begun_s
-                    logger.info(
-                        "registering the arena: %d %% after %.1f s", end * 100 // total, seconds
-                    )
-                yield
-        finally:
-            arena.admit(self, total)
+            self._device.bind()
+            self._device.prepare()
+        except RuntimeError as error:
+            why = repr(error)
+        while self.ready < total and not (why or self._closed):
+            end = min(self.ready + self._piece, total)
+            why = self._register(self.ready, end)
+            if why:
+                break
+            self.ready = end
+            self._arena.admit(self, end)
+            if told <= end * LINES // total < LINES:
+                told = end * LINES // total + 1
+                seconds = self._device.now() - begun_s
+                share = end * 100 // total
+                logger.info("registering the arena: %d %% after %.1f s", share, seconds)
+            yield
+        self.over = True
+        if not self._closed:
+            self._report(self._device.now() - begun_s, why)
 
-    def _register(self, first: int, slots: int) -> None:
+    def _register(self, first: int, end: int) -> str:
+        """Register slots ``first`` to ``end``; return "" or the reason why they cannot be."""
         address = self._arena.address + first * self._arena.slot_bytes
-        size = slots * self._arena.slot_bytes
+        size = (end - first) * self._arena.slot_bytes
         try:
+            free = self._device.free_bytes()
+            takes = table_bytes(size, self._arena.huge_share)
+            if free < takes + SPARE_BYTES:
+                found = f"{Size(free).brief()} of device memory are free"
+                return f"{found}, page tables for the next slots take up to {Size(takes).brief()}"
             refused = self._device.register(address, size)
         except RuntimeError as error:
             refused = repr(error)
         if not refused:
             self._registered.append(address)
-        elif not self._refused:
-            self._refuse(size, refused)
+        return refused
 
-    def _refuse(self, size: int, why: str) -> None:
-        self._refused = why
-        what = "%d MiB of host memory cannot be registered, copies there are slower: %s"
-        logger.warning(what, size >> 20, why)
-
-    def holds(self, slots: Sequence[Slot]) -> bool:
-        """Return whether these slots are registered; a kernel must not touch others."""
-        return max(slots, default=0) < self._ready
+    def _report(self, seconds: float, why: str) -> None:
+        """Log how copies are made, and how much of the arena they reach."""
+        arena = self._arena
+        size, total = self.ready * arena.slot_bytes, arena.slots * arena.slot_bytes
+        tables = table_bytes(size, arena.huge_share)
+        told = (
+            f"copies on {self._device.describe()}; {Size(size).brief()} of {Size(total).brief()}"
+            f" of the arena registered in {seconds:.1f} s, with page tables of up to"
+            f" {Size(tables).brief()} of device memory; {arena.huge_share:.0%} in huge pages"
+        )
+        if not why:
+            logger.info("%s", told)
+            return
+        hint = "make arena.size smaller, or raise the limit of locked memory (ulimit -l)"
+        unused = arena.slots - self.ready
+        logger.warning("%s; %d slots stay unused: %s; %s", told, unused, why, hint)
 
     def close(self) -> None:
         """Stop, and undo all registrations. No copy may be in flight. May be called again."""
         self._closed = True
         self._join()
+        self.ready = 0
         while self._registered:
             self._device.unregister(self._registered.pop())
+        self._arena.admit(self, self._arena.slots)

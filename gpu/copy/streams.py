@@ -1,59 +1,89 @@
-"""The copier for KV tensors on a device: two streams, one call per job, no thread."""
+"""The copier for KV tensors on a device: three streams, jobs in slices, no thread."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 
 from kvladder.arena import Arena
+from kvladder.gpu.copy.addresses import AddressGroup, SliceLimits, UnfitJob
 from kvladder.gpu.copy.copier import (
+    LANES,
+    SHORT_BYTES,
     Copier,
     CopyJob,
-    Direction,
     Finished,
     JobId,
-    require_places,
+    Lane,
+    lane_of,
 )
-from kvladder.gpu.copy.device import Addresses, CopyRuns, Device, Event, Stream
-from kvladder.gpu.copy.pages import Page, Parts, RankShare, by_group
+from kvladder.gpu.copy.device import Addresses, CopyRuns, Device, Event
+from kvladder.gpu.copy.pages import Parts, by_group
 from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.copy.registration import PIECE_BYTES, Registration, piece_slots
 
 STAGING_BYTES = 64 << 20
-"""Device memory per direction to gather pages into blocks, if copies are not batched."""
+"""Device memory per stream to gather pages into blocks, if copies are not batched."""
 TURN_BYTES = 256 << 10
 """Layers are copied together up to about this size: launching less takes as long as copying it."""
+KERNEL_BYTES = 32 << 20
+"""Largest slice for the kernel, which occupies processors for less than a millisecond then."""
+KERNEL_RUNS_MIN = 16
+"""Smallest number of runs for the kernel; launching it takes as long as copying fewer."""
+STEP_S = 1.5e-3
+"""Time of the engine's thread that a step spends on handing over slices, 2 ms with its rests."""
+STEPS_S: Final = 5
+"""A next step begins at the first poll after so many times ``STEP_S``."""
 PAUSE_S = 200e-6
 """Seconds that an idle engine sleeps before it asks the device again."""
 
 
-@dataclass(slots=True)
-class _Launched:
-    """A job that was handed to the device."""
+class _Handed(NamedTuple):
+    """A slice that was handed over."""
+
+    layers: Sequence[str]
+    """Layers that are complete with it."""
+    last: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A job in flight, as far as it was handed to the device."""
 
     job: CopyJob
-    begun: Event
-    done: Event
-    held: list[torch.Tensor]
+    lane: Lane
+    ready: Event
+    """End of the engine's work that the copy comes after."""
+    steps: Iterator[_Handed] = field(default_factory=lambda: iter(()))
+    """Hands over one slice at each iteration."""
+    whole: bool = False
+    """True once all slices were handed over, or none will be any more."""
+    begun: Event = None
+    done: Event = None
+    """Event after the last slice that was handed over."""
+    held: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Memory that the device still uses."""
-    error: str
-    """Reason why only a part was handed over; the device still does that part."""
+    error: str = ""
+    """Reason why it fails; the device still does what was handed over."""
     came: dict[str, Event] = field(default_factory=dict[str, Event])
     """Event after each layer's bytes, for a job that goes by layer."""
 
 
 class StreamCopier(Copier):
-    """Submits a job to the device at once; the device copies while the engine computes.
+    """Hands jobs to the device in slices; the device copies while the engine computes.
 
-    Both directions begin after the work queued on the engine's stream: a save reads bytes that this
+    Every job begins after the work queued on the engine's stream: a save reads bytes that this
     work writes, and a load writes bytes that it may still read. The engine's stream waits for a
-    copy only at a fence. The host waits in ``wait``, ``rest`` and ``drain``, and in a fence after a
-    failure. The arena is registered in the background.
+    copy only at a fence. A step hands over slices for at most ``step_s`` seconds, and the next
+    polls hand over the rest. A fence needs all slices of its jobs, so it hands over these at once.
+    Short loads, and those that a forward pass waits for, have a stream of their own.
+
+    The host waits in ``wait``, ``rest`` and ``drain``, and in a fence after a failure. The arena is
+    registered in the background. A job with a slot that is not registered fails.
 
     Parameters
     ----------
@@ -62,10 +92,14 @@ class StreamCopier(Copier):
     arena:
         Must stay open until the copier is closed.
     staging_bytes:
-        Largest device memory that each direction uses to gather pages, if the device cannot copy
+        Largest device memory that each stream uses to gather pages, if the device cannot copy
         them in one call. It is halved until there is room for it.
     turn_bytes:
         Approximate least bytes to copy before an event marks the layers that are complete.
+    slice_bytes:
+        Largest slice, unless a single block has more; a load of one slice is short.
+    step_s:
+        Most seconds that a step spends on handing over slices, beside the first of them.
     piece_bytes:
         Bytes of the arena's memory that one call registers.
     """
@@ -78,135 +112,197 @@ class StreamCopier(Copier):
         *,
         staging_bytes: int = STAGING_BYTES,
         turn_bytes: int = TURN_BYTES,
+        slice_bytes: int = SHORT_BYTES,
+        step_s: float = STEP_S,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._arena, self._parts = arena, by_group(parts)
         self._piece_slots = piece_slots(arena, piece_bytes)
-        self.moved()
         self.device = device
-        self._slots = arena.slots
+        self.moved()
         self._staging_bytes = staging_bytes
         self._turn_bytes = turn_bytes
-        self._staging: dict[Direction, torch.Tensor] = {}
-        self._streams = {"offload": device.new_stream(), "onboard": device.new_stream()}
-        self._launched: list[_Launched] = []
+        self._slice_bytes = slice_bytes
+        self._staging: dict[Lane, torch.Tensor] = {}
+        self._streams = {
+            lane: device.new_stream(urgent=lane == "urgent") for lane in reversed(LANES)
+        }
+        self._waiting: dict[Lane, list[_Copy]] = {lane: [] for lane in LANES}
+        """Jobs with slices to hand over, in order."""
+        self._turns: list[Lane] = ["onboard", "offload"]
+        """The lanes whose slices take turns, the next one first."""
+        self._step_s = step_s
+        self._begun_s = device.now()
+        """Begin of the step."""
+        self._used_s = 0.0
+        """Time that the step has spent on handing over slices."""
+        self._slice_s = 0.0
+        """Time that the last slice took."""
+        self._launched: list[_Copy] = []
+        """Jobs that were handed over and have not ended."""
         self._finished: list[Finished] = []
         self._closed = False
         self._process = os.getpid()
         self._registration = Registration(device, arena, piece_bytes=piece_bytes)
 
+    @property
+    def settled(self) -> bool:
+        return self._registration.over
+
     def moved(self) -> None:
         self._groups = {
-            group: _AddressGroup(part, self._arena, self._piece_slots)
+            group: AddressGroup(part, self._arena, self._piece_slots, self.device.runs_max)
             for group, part in self._parts.items()
         }
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
         if self._closed:
             self._finished.append(Finished(job.id, False, 0, 0.0, "the copier is closed"))
             return
-        launched: _Launched | None = None
         try:
             group = self._groups[job.group]
-            require_places(job, blocks=group.part.pages.blocks, slots=self._slots)
-            stream = self._streams[job.direction]
-            self.device.after(stream, self.device.mark())
-            begun = self.device.mark(stream)
-            launched = _Launched(job, begun, begun, [], "")
-            with ranged(job.direction, len(job.blocks)):
-                if by_layer and self.device.batched:
-                    self._launch_layers(group, launched)
-                else:
-                    self._launch(group, launched)
+            lane = self._lane(job, group.part.pages.block_bytes, urgent=urgent or by_layer)
+            copy = _Copy(job, lane, self.device.mark())
+            copy.steps = self._steps(group, copy, by_layer=by_layer and self.device.batched)
         except Exception as error:  # noqa: BLE001 - whatever it is, the bytes do not arrive
-            if launched is None:
-                self._finished.append(Finished(job.id, False, 0, 0.0, repr(error)))
-                return
-            launched.error = repr(error)
-        self._mark_end(launched)
-
-    def _mark_end(self, launched: _Launched) -> None:
-        """Mark the end of a job in its stream, even if only a part of it was handed over."""
-        try:
-            launched.done = self.device.mark(self._streams[launched.job.direction])
-        except RuntimeError as error:  # a device that refuses a mark does no more work
-            self._report(launched, launched.error or repr(error))
-        else:
-            self._launched.append(launched)
-
-    def _launch(self, group: _AddressGroup, launched: _Launched) -> None:
-        """Hand a whole job to the device: in one call, or by rows of staging memory."""
-        job, stream = launched.job, self._streams[launched.job.direction]
-        batch = group.whole(job)
-        if self.device.batched or len(group.part.pages.pages) == 1 or self._small(job, batch):
-            self._copy(stream, batch, launched)
+            self._finished.append(Finished(job.id, False, 0, 0.0, repr(error)))
             return
-        start = 0
-        while start < len(job.blocks):
-            part = self._within_staging(job, start, group)
-            try:
-                self._stage(group, part, launched)
-            except torch.OutOfMemoryError:
-                if len(part.blocks) == 1:
-                    raise
-                self._staging_bytes = len(part.blocks) // 2 * group.part.pages.block_bytes
+        self._waiting[lane].append(copy)
+        self._hand_over()
+
+    def _lane(self, job: CopyJob, block_bytes: int, *, urgent: bool) -> Lane:
+        return lane_of(job, block_bytes, urgent=urgent, short_bytes=self._slice_bytes)
+
+    # ---- slices
+
+    def _hand_over(self) -> None:
+        """Hand over slices until the step's time is used; some take longer than the one before."""
+        now_s = self.device.now()
+        if now_s - self._begun_s >= STEPS_S * self._step_s:
+            self._begun_s, self._used_s = now_s, 0.0
+        while not self._used_s or self._used_s + 2 * self._slice_s <= self._step_s:
+            if not self._hand_one():
+                return
+
+    def _hand_one(self) -> bool:
+        """Hand over the next slice of all jobs; return False if there is none."""
+        for lane in ("urgent", *self._turns):
+            if self._waiting[lane]:
+                if lane == self._turns[0]:
+                    self._turns.reverse()
+                self._hand(self._waiting[lane][0])
+                return True
+        return False
+
+    def _hand(self, copy: _Copy) -> None:
+        """Hand over a job's next slice, with an event after it."""
+        begun_s, stream = self.device.now(), self._streams[copy.lane]
+        handed, nothing = _Handed((), last=True), False
+        try:
+            if copy.begun is None:
+                self.device.after(stream, copy.ready)
+                copy.begun = self.device.mark(stream)
+            with ranged(copy.job.direction, len(copy.job.blocks)):
+                handed = next(copy.steps, handed)
+        except UnfitJob as error:
+            copy.error, nothing = str(error), copy.done is None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the bytes do not arrive
+            copy.error = repr(error)
+        try:
+            if not nothing:
+                copy.done = self.device.mark(stream)
+        except RuntimeError as error:  # a device that refuses a mark does no more work
+            copy.error, nothing = copy.error or repr(error), True
+        copy.came.update(dict.fromkeys(handed.layers, copy.done))
+        if handed.last or nothing:
+            copy.whole = True
+            self._waiting[copy.lane].remove(copy)
+            if nothing:
+                self._report(copy, copy.error)
             else:
-                start += len(part.blocks)
+                self._launched.append(copy)
+        self._slice_s = self.device.now() - begun_s
+        self._used_s += self._slice_s
 
-    def _launch_layers(self, group: _AddressGroup, launched: _Launched) -> None:
-        """Hand a job to the device layer by layer, with an event after each."""
-        stream = self._streams[launched.job.direction]
-        for names, batch in group.by_layer(launched.job, self._turn_bytes):
-            self._copy(stream, batch, launched)
-            launched.came.update(dict.fromkeys(names, self.device.mark(stream)))
+    def _steps(self, group: AddressGroup, copy: _Copy, *, by_layer: bool) -> Iterator[_Handed]:
+        """Hand over a slice of a job at each iteration; the kernel moves small pages of loads."""
+        job, device, most = copy.job, self.device, self._slice_bytes
+        small = group.run_bytes(by_layer=by_layer) <= device.small_bytes
+        small = small and job.direction == "onboard"
+        if not (device.batched or len(group.part.pages.pages) == 1 or small):
+            yield from self._staged(group, copy)
+            return
+        limits = SliceLimits(min(most, KERNEL_BYTES) if small else most, device.runs_max)
+        slices = group.whole(job, limits)
+        if by_layer:
+            slices = group.by_layer(job, limits, self._turn_bytes)
+        for part in slices:
+            self._require_registered(part.top)
+            self._copy(copy.lane, part.runs, small=small)
+            yield _Handed(part.layers, part.last)
 
-    def _small(self, job: CopyJob, batch: CopyRuns) -> bool:
-        """Return whether the kernel moves a batch: its runs are small, and its slots registered."""
-        most = self.device.small_bytes * len(batch.sizes)
-        return bool(most) and batch.sizes.sum() <= most and self._registration.holds(job.slots)
+    def _require_registered(self, slot: int) -> None:
+        """Raise UnfitJob unless all slots up to this one are registered."""
+        if slot >= self._registration.ready:
+            what = f"slot {slot} is not registered with the device"
+            raise UnfitJob(f"{what}; it has registered {self._registration.ready}")
 
-    def _copy(self, stream: Stream, batch: CopyRuns, launched: _Launched) -> None:
-        """Hand a batch to the device in one call."""
-        if self._small(launched.job, batch):
-            launched.held.append(self.device.move(stream, batch))
-        else:
-            self.device.copy(stream, batch)
+    def _copy(self, lane: Lane, runs: CopyRuns, *, small: bool = False) -> None:
+        """Hand runs to the device in one call."""
+        stream = self._streams[lane]
+        if small and len(runs.sizes) >= KERNEL_RUNS_MIN and self.device.move(stream, runs):
+            return
+        self.device.copy(stream, runs)
 
-    def _within_staging(self, job: CopyJob, start: int, group: _AddressGroup) -> CopyJob:
-        """Return the part of a job from ``start`` that fits into staging, at least one block."""
-        end = start + max(1, self._staging_bytes // group.part.pages.block_bytes)
-        return CopyJob(
-            job.id, job.direction, job.blocks[start:end], job.slots[start:end], job.group
-        )
+    def _staged(self, group: AddressGroup, copy: _Copy) -> Iterator[_Handed]:
+        """Hand over a job by rows of staging memory, of as many blocks as fit in at a time."""
+        places, size, start = group.places(copy.job), group.part.pages.block_bytes, 0
+        while start < places.count:
+            end = min(start + max(1, self._staging_bytes // size), places.count)
+            _, slots = places.between(start, end)
+            self._require_registered(int(slots.max()))
+            try:
+                self._stage(group, copy, copy.job.blocks[start:end], slots)
+            except torch.OutOfMemoryError:
+                if end - start == 1:
+                    raise
+                self._staging_bytes = (end - start) // 2 * size
+            else:
+                start = end
+                yield _Handed((), start == places.count)
 
-    def _stage(self, group: _AddressGroup, job: CopyJob, launched: _Launched) -> None:
-        """Gather the blocks' pages into rows and copy rows to slots, or do the reverse."""
-        stream, out = self._streams[job.direction], job.direction == "offload"
+    def _stage(
+        self, group: AddressGroup, copy: _Copy, blocks: Sequence[int], slots: Addresses
+    ) -> None:
+        """Gather blocks' pages into rows and copy rows to slots, or do the reverse."""
+        stream, out = self._streams[copy.lane], copy.job.direction == "offload"
         pages = group.part.pages
-        size = len(job.blocks) * pages.block_bytes
-        memory = self._staging.get(job.direction)
+        size = len(blocks) * pages.block_bytes
+        memory = self._staging.get(copy.lane)
         if memory is None or len(memory) < size:
             if memory is not None:  # earlier copies still use it
-                launched.held.append(memory)
+                copy.held.append(memory)
             memory = self.device.staging(max(size, self._staging_bytes))
-            self._staging[job.direction] = memory
-        rows = memory[:size].view(len(job.blocks), -1)
-        ids = self.device.ids(job.blocks)
-        launched.held.append(ids)
+            self._staging[copy.lane] = memory
+        rows = memory[:size].view(len(blocks), -1)
+        ids = self.device.ids(blocks)
+        copy.held.append(ids)
         if out:
             self.device.gather(stream, pages.pages, ids, rows, out=True)
-        self._copy(stream, group.rows(job, rows), launched)
+        self._copy(copy.lane, group.rows(copy.job.direction, rows, slots))
         if not out:
             self.device.gather(stream, pages.pages, ids, rows, out=False)
 
-    def _report(self, launched: _Launched, error: str) -> None:
-        job, seconds = launched.job, 0.0
+    # ---- ends
+
+    def _report(self, copy: _Copy, error: str) -> None:
+        job, seconds = copy.job, 0.0
         if not error:
-            seconds = self.device.seconds(launched.begun, launched.done)
+            seconds = self.device.seconds(copy.begun, copy.done)
         size = 0 if error else len(job.blocks) * self._groups[job.group].part.pages.block_bytes
         self._finished.append(Finished(job.id, not error, size, seconds, error))
 
-    def _collect(self, wait: Sequence[JobId] = ()) -> None:
+    def _collect(self, wait: Collection[JobId] = ()) -> None:
         """Report the jobs that the device has finished, and wait for those in ``wait``."""
         launched, self._launched = self._launched, []
         for one in launched:
@@ -221,12 +317,22 @@ class StreamCopier(Copier):
                 self._report(one, one.error or repr(error))
 
     def poll(self) -> list[Finished]:
+        self._hand_over()
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
+    def _named(self, ids: Collection[JobId]) -> list[_Copy]:
+        """Return the jobs in flight with these ids."""
+        waiting = (copy for lane in LANES for copy in self._waiting[lane])
+        return [copy for copy in (*self._launched, *waiting) if copy.job.id in ids]
+
     def wait(self, ids: Sequence[JobId]) -> None:
-        self._collect(wait=ids)
+        wanted = set(ids)
+        for copy in self._named(wanted):
+            while not copy.whole:
+                self._hand(copy)
+        self._collect(wait=wanted)
 
     def rest(self, timeout_s: float) -> None:
         end_s = self.device.now() + timeout_s
@@ -235,19 +341,23 @@ class StreamCopier(Copier):
             left_s = end_s - self.device.now()
             if self._finished or left_s <= 0:
                 return
-            self.device.pause(min(left_s, PAUSE_S) if self._launched else left_s)
+            if not self._hand_one():
+                self.device.pause(min(left_s, PAUSE_S) if self._launched else left_s)
 
     def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
-        wanted = set(ids)
-        for one in self._launched:
-            if one.job.id in wanted:
-                came = one.done if layer is None else one.came.get(layer, one.done)
-                self.device.after(None, came)
-                if one.error:  # a known failure must be reported before the blocks are read
-                    self.device.wait(one.done)
+        for copy in self._named(set(ids)):
+            while not copy.whole and (layer is None or layer not in copy.came):
+                self._hand(copy)
+            if copy.done is None:  # it failed, and that is reported
+                continue
+            came = copy.done if layer is None else copy.came.get(layer, copy.done)
+            self.device.after(None, came)
+            if copy.error and copy.job.direction == "onboard":
+                self.device.wait(copy.done)  # it must be reported before the blocks are read
 
     def drain(self) -> None:
-        self._collect(wait=[one.job.id for one in self._launched])
+        waiting = (copy for lane in LANES for copy in self._waiting[lane])
+        self.wait([copy.job.id for copy in (*self._launched, *waiting)])
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._process:  # a forked process has no device
@@ -256,101 +366,3 @@ class StreamCopier(Copier):
         self.drain()
         self._staging.clear()
         self._registration.close()
-
-
-class _AddressGroup:
-    """Addresses of one group's blocks on both sides, as arrays for calculations."""
-
-    def __init__(self, part: RankShare, arena: Arena, piece_slots: int) -> None:
-        self.part = part
-        self._piece_slots = piece_slots
-        assert 0 <= part.offset <= arena.slot_bytes - part.pages.block_bytes
-        self._slot_bytes = arena.slot_bytes
-        self._first_slot = arena.address + part.offset
-        self._pages = _Columns.of(part.pages.pages)
-        self._layers = _Columns.of(part.pages.layers)
-        self._dense = [(page.size_bytes, page.stride_bytes) for page in part.pages.pages] == [
-            (arena.slot_bytes, arena.slot_bytes)
-        ]
-        """True if neighbouring blocks are one run of bytes on both sides."""
-
-    def whole(self, job: CopyJob) -> CopyRuns:
-        """Return a job as runs of bytes, page by page; if dense, neighbours form one run.
-
-        No run crosses two registered pieces of the arena: the device would refuse it.
-        """
-        blocks, slots = _numbers(job.blocks), _numbers(job.slots)
-        sizes = np.broadcast_to(self._pages.sizes, (len(self._pages.sizes), len(blocks)))
-        if self._dense and len(blocks) > 1:
-            apart = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
-            apart |= np.diff(slots // self._piece_slots) != 0
-            begins = np.concatenate([[0], np.flatnonzero(apart) + 1])
-            counts = np.diff(begins, append=len(blocks)).astype(np.uint64)
-            blocks, slots, sizes = blocks[begins], slots[begins], self._pages.sizes * counts
-        mine, theirs = self._pages.ends(blocks, self._at(slots))
-        return _batch(job, mine.ravel(), theirs.ravel(), np.ascontiguousarray(sizes).ravel())
-
-    def by_layer(self, job: CopyJob, turn_bytes: int) -> Iterator[tuple[list[str], CopyRuns]]:
-        """Yield a job as batches of one layer, or of several up to about ``turn_bytes``.
-
-        With each batch come the names of the layers that are complete after it.
-        """
-        slots = self._at(_numbers(job.slots))
-        mine, theirs = self._layers.ends(_numbers(job.blocks), slots)
-        sizes = np.repeat(self._layers.sizes, len(job.blocks), axis=1)
-        layers = self.part.pages.layers
-        first, told = 0, 0
-        for end, layer in enumerate(layers, start=1):
-            told += layer.size_bytes * len(job.blocks)
-            if told >= turn_bytes or end == len(layers):
-                names = [name for page in layers[first:end] for name in page.names]
-                part = (ends[first:end].ravel() for ends in (mine, theirs, sizes))
-                yield names, _batch(job, *part)
-                first, told = end, 0
-
-    def rows(self, job: CopyJob, rows: torch.Tensor) -> CopyRuns:
-        """Return the copies between rows of staging memory and the job's slots."""
-        size = rows.stride(0)
-        mine = np.uint64(rows.data_ptr()) + np.arange(len(rows), dtype=np.uint64) * np.uint64(size)
-        theirs = self._at(_numbers(job.slots))
-        return _batch(job, mine, theirs, np.full(len(rows), size, np.uint64))
-
-    def _at(self, slots: Addresses) -> Addresses:
-        return np.uint64(self._first_slot) + slots * np.uint64(self._slot_bytes)
-
-
-class _Columns(NamedTuple):
-    """Page numbers as columns, to be combined with rows of blocks."""
-
-    bases: Addresses
-    strides: Addresses
-    sizes: Addresses
-    offsets: Addresses
-
-    @classmethod
-    def of(cls, pages: Sequence[Page]) -> _Columns:
-        return cls(
-            _column(page.view.data_ptr() for page in pages),
-            _column(page.stride_bytes for page in pages),
-            _column(page.size_bytes for page in pages),
-            _column(page.offset for page in pages),
-        )
-
-    def ends(self, blocks: Addresses, slots: Addresses) -> tuple[Addresses, Addresses]:
-        """Return the address of each page of each block, on the device and in its slot."""
-        return self.bases + self.strides * blocks, self.offsets + slots
-
-
-def _column(numbers: Iterable[int]) -> Addresses:
-    return np.array([*numbers], np.uint64)[:, None]
-
-
-def _numbers(places: Sequence[int]) -> Addresses:
-    return np.array(places, np.uint64)
-
-
-def _batch(job: CopyJob, mine: Addresses, theirs: Addresses, sizes: Addresses) -> CopyRuns:
-    """Return the runs in the job's direction; slots to load from are claimed, and so steady."""
-    if job.direction == "offload":
-        return CopyRuns(theirs, mine, sizes, steady=False)
-    return CopyRuns(mine, theirs, sizes, steady=True)

@@ -21,6 +21,7 @@ from kvladder.errors import ConfigError, LayoutError, PlanError
 from kvladder.gpu.copy.cuda import copier_for, numa_node
 from kvladder.gpu.copy.pages import BlockPages, RankShare, common_element
 from kvladder.gpu.copy.ranges import ranged
+from kvladder.gpu.copy.registration import table_bytes
 from kvladder.gpu.pool.events import PoolEvent, PoolEvents, PoolStored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.requests import Request, Requests
@@ -35,6 +36,7 @@ from kvladder.manager import CacheManager
 from kvladder.metrics import POOL, Stats
 from kvladder.policy.eviction import PRIORITY_MIN
 from kvladder.publishing.device import OnDevice
+from kvladder.units import Size
 
 Tensors = Mapping[str, torch.Tensor]
 Forward = Callable[[PlanMemory], int]
@@ -73,6 +75,8 @@ class DeviceCache:
         self.preemption = Preemption(
             port, requests, [share.block_bytes for share in division.shares]
         )
+        self.table_bytes = 0
+        """Device memory that the division leaves for the page tables of the registered arena."""
         self.rebalance: Rebalance | None = None
         """Moves memory between pools that share it."""
         if division.regions:
@@ -207,6 +211,9 @@ class DeviceCache:
             f"  reuse: {reuse}",
             f"  partial matches: {matches.pop() if matches else 'off'}",
         ]
+        if self.table_bytes:
+            size = Size(self.table_bytes).brief()
+            lines.append(f"  page tables of the registered arena: up to {size} beside the pools")
         for group, pool in zip(self.requests.groups, self.pools, strict=True):
             if pool.blocks != pool.settings.blocks:
                 began = pool.settings.blocks
@@ -347,7 +354,8 @@ def open_device(
         Number of sequences at a time, which sizes memory outside pools; None for all that fit.
     free_bytes, peak_bytes:
         Bytes of free device memory, and how many of them a forward pass takes. Required if
-        ``gpu.memory`` does not set the size of the cache.
+        ``gpu.memory`` does not set the size of the cache. On CUDA, the page tables of the
+        registered arena are subtracted.
     forward:
         Measures ``peak_bytes`` instead. It is called if ``gpu.memory`` does not set the size, with
         memory for one sequence. That memory is then sized anew.
@@ -364,14 +372,17 @@ def open_device(
     gpu = config.gpu
     with config.source.explained():
         _group(gpu, plan, device)
-        _size(config, plan, sequences, free_bytes, peak_bytes)
+        on_cuda = torch.device(device).type == "cuda"
+        tables = table_bytes(config.arena_bytes) if on_cuda else 0
+        left = None if free_bytes is None else free_bytes - tables
+        _size(config, plan, sequences, left, peak_bytes)
         measured = config.gpu.memory_bytes is None and forward is not None
         memory = PlanMemory(plan, device=device, allocate=allocate, least=measured)
         if measured and forward is not None:
             memory.resize(forward(memory))
     assert plan.division is not None
     places = ";".join(f"{one.name} {one.shape} {one.dtype}" for p in plan.pools for one in p.places)
-    return open_pools(
+    cache = open_pools(
         config,
         plan.division,
         memory.tensors,
@@ -379,6 +390,8 @@ def open_device(
         reuse=not plan.no_reuse,
         memory=memory,
     )
+    cache.table_bytes = tables
+    return cache
 
 
 def open_pools(

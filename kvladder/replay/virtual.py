@@ -52,6 +52,7 @@ class VirtualArena(Arena):
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.huge = False
+        self.huge_share = 0.0
         self.size_bytes = slots * slot_bytes
         self.address = 0
         self._fd = -1

@@ -27,7 +27,8 @@ class LazyCopier(Copier):
         self.held = False
         """Whether jobs end only when a caller waits for them."""
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
+        del urgent
         self._waiting.append(job)
         if by_layer:
             self.layered.add(job.id)

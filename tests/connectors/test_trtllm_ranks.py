@@ -16,7 +16,7 @@ from kvladder.connectors.trtllm.options import STACK
 from kvladder.connectors.trtllm.ranks import MESSAGE_MAX, Rank, Ranks
 from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Copier, Finished, JobId
-from kvladder.gpu.copy.cuda import copier_for
+from kvladder.gpu.copy.cpu import CpuCopier
 from kvladder.gpu.copy.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.executor import BLOCK, Executor
@@ -46,8 +46,19 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_rank_joins_once_its_device_has_registered_the_arena(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class DeviceCopier(CpuCopier):
+    """A copier of a device that registers the arena."""
+
+    is_over = False
+
+    @property
+    def settled(self) -> bool:
+        return self.is_over
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rank_joins_once_its_device_has_registered_the_whole_arena(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "stack.yaml"
     path.write_text("model: {fingerprint: w}\narena: {size: 8 MiB}\ntiers: [{type: host}]\n")
@@ -58,16 +69,24 @@ def test_a_rank_joins_once_its_device_has_registered_the_arena(
     def begin(parts: Parts, arena: Arena) -> Copier:
         arena.admit(device, 0)
         arenas.append(arena)
-        return copier_for(parts, arena)
+        return DeviceCopier(parts, arena)
 
     engine = Executor(ranks=2)
     monkeypatch.setattr("kvladder.connectors.trtllm.worker.copier_for", begin)
     for _ in range(3):
         assert not engine.run(prompt).saves
     [arena] = arenas
-    arena.admit(device, arena.slots)
-    engine.until(lambda: engine.scheduler._cache.complete)
-    assert engine.run(prompt).saves
+    arena.admit(device, arena.slots - (0 if whole else 1))
+    monkeypatch.setattr(DeviceCopier, "is_over", True)
+    if whole:
+        engine.until(lambda: engine.scheduler._cache.complete)
+        assert engine.run(prompt).saves
+    else:
+        for _ in range(3):
+            assert not engine.run(prompt).saves
+        found = f"its device reaches {arena.slots - 1} of {arena.slots} slots"
+        assert f"rank 1 caches nothing: {found}; make arena.size smaller" in caplog.text
+        arena.admit(device, arena.slots)  # as a copier does at its end
     engine.close()
 
 

@@ -121,7 +121,8 @@ class Rank:
         self.step()
         copier = self.half._copier
         assert isinstance(copier, StreamCopier)
-        copier._registration._join()
+        with self.played:
+            copier._registration._join()
 
     # ---- steps
 

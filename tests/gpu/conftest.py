@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import pytest
 
 from kvladder.arena import Arena
 from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.streams import StreamCopier
-from tests.gpu.simulated import BLOCKS, SLOT_BYTES, SLOTS, Engine, Start, Tensors, lbhnc
+from tests.gpu.simulated import (
+    BLOCKS,
+    SLOT_BYTES,
+    SLOTS,
+    Engine,
+    Start,
+    Tensors,
+    forget,
+    lbhnc,
+)
 from tests.kit.played import PlayedDevice
 
 
@@ -26,7 +36,7 @@ def start() -> Iterator[Start]:
         seed: int = 0,
         copies: type[StreamCopier] = StreamCopier,
         ready: bool = True,
-        **options: int,
+        **options: Any,
     ) -> Engine:
         fake = PlayedDevice() if device is None else device
         arena = Arena.create(SLOTS, SLOT_BYTES)
@@ -45,7 +55,7 @@ def start() -> Iterator[Start]:
     for engine in engines:
         if engine.device.machine.failing:
             engine.device.machine.reset()
-            engine.copier._launched.clear()
+            forget(engine)
         engine.copier.close()
         engine.arena.check()
         engine.arena.close()

@@ -9,7 +9,14 @@ import torch
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
+from kvladder.gpu.copy.copier import (
+    SHORT_BYTES,
+    Copier,
+    CopyJob,
+    Direction,
+    JobId,
+    ThreadedCopier,
+)
 from kvladder.gpu.copy.cpu import CpuCopier
 from kvladder.gpu.copy.pages import BlockPages, Parts, RankShare, copy_tokens
 from kvladder.gpu.copy.streams import StreamCopier
@@ -226,11 +233,11 @@ class Stepwise(ThreadedCopier):
         super().__init__(name="stepwise")
 
     def block_bytes(self, group: int) -> int:
-        return 1
+        return SHORT_BYTES // 2
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
         del by_layer
-        self._submit(job, self._steps(job))
+        self._submit(job, self._steps(job), urgent=urgent)
 
     def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         for _ in job.blocks:
@@ -250,6 +257,21 @@ def test_a_load_overtakes_a_save_in_progress() -> None:
     copier.wait([JobId(1), JobId(2)])
     copier.close()
     assert copier.log == [1, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_short_loads_and_urgent_ones_overtake_a_long_load_in_progress(urgent: bool) -> None:
+    copier = Stepwise()
+    copier.submit(job(1, "onboard", {0: 0, 1: 1, 2: 2}))
+    assert copier.begun.wait(PATIENCE_S)
+    count = 3 if urgent else 2
+    copier.submit(job(2, "onboard", dict(enumerate(range(count)))), urgent=urgent)
+    copier.submit(job(3, "onboard", {0: 0, 1: 1, 2: 2}))
+    for _ in range(6 + count):
+        copier.allowed.release()
+    copier.wait([JobId(number) for number in (1, 2, 3)])
+    copier.close()
+    assert copier.log == [1, *[2] * count, 1, 1, 3, 3, 3]
 
 
 def test_a_fence_for_a_layer_returns_once_that_layer_is_loaded() -> None:

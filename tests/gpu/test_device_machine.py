@@ -69,8 +69,8 @@ class LateCopier(Copier):
         self.jobs: list[CopyJob] = []
         self.finished: list[Finished] = []
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
-        del by_layer
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
+        del by_layer, urgent
         self.jobs.append(job)
         for block in job.blocks if job.direction == "onboard" else ():
             here = self._device[job.group][block]

@@ -10,7 +10,7 @@ import pytest
 from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.gpu.copy.device import CopyRuns, Stream
-from kvladder.gpu.copy.streams import StreamCopier
+from kvladder.gpu.copy.streams import KERNEL_RUNS_MIN, StreamCopier
 from tests.gpu.simulated import LAYERS, SEEDS, SLOT_BYTES, Engine, Start, Tensors, blhnc, lbhnc, run
 from tests.kit.played import PlayedDevice, Violation
 from tests.kit.played.machine import BYTE_S
@@ -38,9 +38,9 @@ class LayerBefore(OneLayer):
 class OverAtFirst(StreamCopier):
     """A faulty copier: a job ends with its first layer, which frees its slots too early."""
 
-    def _mark_end(self, launched: Any) -> None:
-        super()._mark_end(launched)
-        launched.done = next(iter(launched.came.values()), launched.done)
+    def _hand(self, copy: Any) -> None:
+        super()._hand(copy)
+        copy.done = next(iter(copy.came.values()), copy.done)
 
 
 LAYERED = [lbhnc, blhnc]
@@ -138,47 +138,78 @@ def test_a_load_that_fails_at_one_layer_fails_before_its_forward_pass_is_announc
 # ---- small pages, by a kernel
 
 
-def test_a_kernel_moves_a_job_of_registered_memory_in_one_launch(start: Start) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel moves any number of runs."""
+    monkeypatch.setattr("kvladder.gpu.copy.streams.KERNEL_RUNS_MIN", 1)
+
+
+def loaded(engine: Engine) -> list[str]:
+    """Return the calls of a device for a load of four blocks, which came right."""
+    begun = len(engine.device.calls)
+    engine.load(0, [*map(Slot, range(4))], range(4, 8), sync=True)
+    calls = engine.device.calls[begun:]
+    engine.settle()
+    assert (engine.wrong, engine.device.host_waits) == ([], [])
+    return calls
+
+
+@pytest.mark.usefixtures("few")
+def test_a_kernel_loads_small_pages_and_copy_engines_save_them(start: Start) -> None:
     engine = start(lbhnc, PlayedDevice(small=SLOT_BYTES))
     filled(engine)
-    assert [call for call in engine.device.calls if call != "register"] == ["move"]
-    for refuses in (True, False):
-        device = PlayedDevice(small=SLOT_BYTES, register_max=0 if refuses else 1 << 40)
-        engine = filled(start(lbhnc, device, ready=refuses))
-        assert [call for call in device.calls if call != "register"] == ["copy"]
+    assert [call for call in engine.device.calls if call != "register"] == ["copy"]
+    assert loaded(engine) == ["move"]
 
 
+@pytest.mark.usefixtures("few")
 def test_pages_that_are_large_are_copied(start: Start) -> None:
-    device = PlayedDevice(small=100)
-    filled(start(lbhnc, device))
-    assert "move" not in device.calls
+    assert loaded(filled(start(lbhnc, PlayedDevice(small=100)))) == ["copy"]
+
+
+def test_too_few_runs_for_a_launch_are_copied(start: Start) -> None:
+    engine = filled(start(lbhnc, PlayedDevice(small=SLOT_BYTES)))
+    assert 4 * LAYERS < KERNEL_RUNS_MIN
+    assert loaded(engine) == ["copy"]
+    engine.forward(0.1, [], [(0, block) for block in range(6)])
+    engine.save(0, range(6), [*map(Slot, range(6))])
+    engine.settle()
+    engine.load(0, [*map(Slot, range(6))], range(4, 10), sync=True)
+    assert engine.device.calls[-1] == "move"
+    engine.settle()
+    assert engine.wrong == []
+
+
+@pytest.mark.usefixtures("few")
+def test_without_a_free_table_of_runs_a_slice_is_copied(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvladder.gpu.copy.cuda.TABLES", 3)
+    size = LAYERS * 512
+    engine = filled(start(lbhnc, PlayedDevice(small=SLOT_BYTES), slice_bytes=size))
+    assert loaded(engine) == ["move"] * 3 + ["copy"]
+    engine.forward(0.1, [], [(0, block) for block in range(4)])
+    assert loaded(filled(engine)) == ["move"] * 3 + ["copy"], "the tables are free again"
 
 
 class Careless(StreamCopier):
-    """A kernel for all small runs, registered or not; or one that does not keep its runs alive."""
+    """A faulty copier: it does not ask whether slots are registered."""
 
-    forgets = False
-
-    def _small(self, job: CopyJob, batch: CopyRuns) -> bool:
-        return True
-
-    def _copy(self, stream: Stream, batch: CopyRuns, launched: Any) -> None:
-        super()._copy(stream, batch, launched)
-        if self.forgets:
-            launched.held.clear()
+    def _require_registered(self, slot: int) -> None:
+        del slot
 
 
-class Forgetful(Careless):
-    forgets = True
-
-
-def test_a_kernel_on_memory_that_is_not_registered_is_found(start: Start) -> None:
-    engine = start(lbhnc, PlayedDevice(small=SLOT_BYTES, register_max=0), copies=Careless)
-    with pytest.raises(Violation, match="not registered"):
-        filled(engine)
-
-
-def test_runs_that_are_freed_before_the_kernel_reads_them_are_found(start: Start) -> None:
-    engine = start(lbhnc, PlayedDevice(small=SLOT_BYTES), copies=Forgetful)
-    with pytest.raises(Violation, match="was freed"):
-        filled(engine)
+@pytest.mark.usefixtures("few")
+def test_a_copy_of_memory_that_is_not_registered_is_found(start: Start) -> None:
+    device = PlayedDevice(small=SLOT_BYTES, register_max=0)
+    engine = start(lbhnc, device, copies=Careless)
+    engine.copier.submit(CopyJob(JobId(1), "onboard", (5,), (Slot(0),)))
+    with pytest.raises(Violation, match="memory that is not registered"):
+        device.settle()
+    device = PlayedDevice(register_max=0)
+    engine = start(lbhnc, device, copies=Careless)
+    engine.forward(0.5, [], [(0, 0)])
+    engine.save(0, [0], [Slot(0)])
+    [(why, seconds)] = device.host_waits
+    assert why == "memory that is not registered"
+    assert seconds >= 0.5

@@ -20,6 +20,7 @@ from tests.kit.played.driver import (
     INVALID_VALUE,
     NOT_REGISTERED,
 )
+from tests.kit.played.machine import CALL_S
 from tests.kit.played.memory import ALIAS
 
 CUDA = torch.device("cuda", 1)
@@ -151,6 +152,26 @@ def test_a_batch_needs_attributes_for_all_copies(
     assert error == INVALID_VALUE
 
 
+@shows(rules.ENGINES)
+def test_copies_of_one_direction_take_turns(device: PlayedDevice, arena: Arena) -> None:
+    there = kv(device, 256)
+    other = kv(device)
+    device.register(arena.address, arena.size_bytes)
+    streams = [device.new_stream(urgent=urgent) for urgent in (False, True, True)]
+    ended: list[list[Any]] = [[], [], []]
+    for number, stream in enumerate(streams[:2]):
+        for at in (128 * number, 128 * number + 64):
+            device.copy(stream, runs((arena.address + at, there.data_ptr() + at, 64)))
+            ended[number].append(device.mark(stream))
+    device.copy(streams[2], runs((other.data_ptr(), arena.address + 4096, 64)))
+    ended[2].append(device.mark(streams[2]))
+    device.settle()
+    one = ended[0][0].at_s
+    assert one >= CALL_S
+    times = [event.at_s for events in ended for event in events]
+    assert times == pytest.approx([one, 3 * one, 2 * one, 4 * one, one])
+
+
 @shows(rules.PAGEABLE)
 def test_a_copy_of_pageable_memory_waits_for_the_stream(device: PlayedDevice, arena: Arena) -> None:
     source, stream = kv(device), device.new_stream()
@@ -165,9 +186,8 @@ def moved(device: PlayedDevice, *ends: tuple[int, int, int]) -> None:
     """Move runs by the kernel."""
     device.machine.background(iter(()))
     device.prepare()
-    table = device.move(device.new_stream(), runs(*ends))
+    assert device.move(device.new_stream(), runs(*ends))
     device.settle()
-    del table
 
 
 @shows(rules.KERNEL_HOST)
@@ -181,8 +201,8 @@ def test_a_kernel_reaches_registered_memory_alone(device: PlayedDevice, arena: A
 
 
 @shows(rules.HOST_POINTER)
-def test_a_host_pointer_is_not_always_the_device_s(arena: Arena) -> None:
-    device = PlayedDevice(small=1 << 20, same_pointers=False)
+def test_a_host_pointer_is_not_always_the_device_s(device: PlayedDevice, arena: Arena) -> None:
+    device.played.memory.same_pointers = False  # after CudaDevice has asked
     source, stream = kv(device), device.new_stream()
     device.register(arena.address, arena.size_bytes)
     driver, found = device.played.driver, ctypes.c_void_p()

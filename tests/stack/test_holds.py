@@ -344,8 +344,8 @@ class InstantCopier(Copier):
     def __init__(self) -> None:
         self._jobs: list[CopyJob] = []
 
-    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
-        del by_layer
+    def submit(self, job: CopyJob, *, by_layer: bool = False, urgent: bool = False) -> None:
+        del by_layer, urgent
         self._jobs.append(job)
 
     def poll(self) -> list[Finished]:

@@ -37,9 +37,15 @@ class Copies:
         submit = ThreadedCopier._submit  # pyright: ignore[reportPrivateUsage]
         stop, close = ThreadedCopier.close, Arena.close
 
-        def submitted(copier: ThreadedCopier, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
+        def submitted(
+            copier: ThreadedCopier,
+            job: CopyJob,
+            steps: Iterator[Sequence[str]],
+            *,
+            urgent: bool = False,
+        ) -> None:
             self.begun.append(job)
-            submit(copier, job, self._steps(copier, job, steps))
+            submit(copier, job, self._steps(copier, job, steps), urgent=urgent)
 
         def stopped(copier: ThreadedCopier) -> None:
             self.let_go()

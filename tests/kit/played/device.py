@@ -29,7 +29,7 @@ _UNSET = object()
 
 
 class Played:
-    """A machine with CUDA; torch and the driver are its own within ``with``.
+    """A machine with CUDA; torch, the driver, time and threads are its own within ``with``.
 
     Parameters
     ----------
@@ -69,6 +69,10 @@ class Played:
         yield cuda, "batched_by_vllm", lambda: vllm
         yield cuda, "mover", lambda: self.driver.mover() if self.small else None
         yield cuda, "SMALL_BYTES", self.small
+        machine = self.machine
+        yield CudaDevice, "now", lambda _: machine.time_s
+        yield CudaDevice, "pause", lambda _, seconds: machine.advance(seconds)
+        yield CudaDevice, "background", lambda _, steps: machine.background(steps)
 
     def __enter__(self) -> Played:
         saved: list[tuple[Any, str, Any]] = []
@@ -126,12 +130,19 @@ def _on_machine(name: str) -> Callable[..., Any]:
 class PlayedDevice(CudaDevice):
     """The real ``CudaDevice`` on a played machine, in virtual time.
 
-    ``calls`` lists a copier's calls that move bytes or register memory.
+    ``calls`` lists a copier's calls that move bytes or register memory. Each run that is handed
+    over takes ``run_s`` of the host's time.
     """
 
     def __init__(
-        self, played: Played | None = None, *, batched: bool = True, **options: Any
+        self,
+        played: Played | None = None,
+        *,
+        batched: bool = True,
+        run_s: float = 0.0,
+        **options: Any,
     ) -> None:
+        self.run_s = run_s
         self.played = played or Played(batched="driver" if batched else "", **options)
         self.machine = self.played.machine
         self.calls: list[str] = []
@@ -162,16 +173,28 @@ class PlayedDevice(CudaDevice):
     staging = _on_machine("staging")
     unregister = _on_machine("unregister")
     bind = _on_machine("bind")
+    describe = _on_machine("describe")
+    free_bytes = _on_machine("free_bytes")
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         self.calls.append("copy")
+        self._spend(batch)
         with self.played:
             super().copy(stream, batch)
 
-    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
-        self.calls.append("move")
+    def move(self, stream: Stream, batch: CopyRuns) -> bool:
         with self.played:
-            return super().move(stream, batch)
+            moves = super().move(stream, batch)
+        if moves:
+            self.calls.append("move")
+            self._spend(batch)
+        return moves
+
+    def _spend(self, batch: CopyRuns) -> None:
+        """Let the time pass that the host takes to hand over runs."""
+        assert len(batch.sizes) <= self.runs_max, "too many runs for one call"
+        if self.run_s:
+            self.machine.run_on(self.run_s * len(batch.sizes))
 
     def gather(
         self,

@@ -83,6 +83,14 @@ class Driver:
         _write(found, ctypes.c_int, int(values.get(_number(attribute), 0)))
         return 0
 
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
+        context = self._machine.thread.context
+        if context is None:
+            return INVALID_CONTEXT
+        for place in (free, total):
+            _write(place, ctypes.c_size_t, self._memory.room[context])
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, found: Any, device: Any) -> int:
         self._machine.contexts.add(_number(device))
         _write(found, ctypes.c_void_p, CONTEXTS + _number(device))
@@ -242,10 +250,17 @@ class Driver:
         work = Runs(self._memory, reach, shuffled)
         if early:
             work.early()
-        line.todo.append(work.operation(sum(size for *_, size in runs)))
+        size = sum(size for *_, size in runs)
+        line.todo.append(work.operation(size, self._engine(runs)))
         if "pageable" in kinds:
             self._machine.wait_for(line.moment(), "memory that is not registered")
         return 0
+
+    def _engine(self, runs: Sequence[Run]) -> str:
+        """Return the copy engine for runs of one direction; the device's own memory needs none."""
+        places = [self._memory.at(self._memory.translated(place)) for place in runs[0][:2]]
+        target, source = [place is not None and place.kind == "device" for place in places]
+        return "" if target == source else "to the device" if target else "to the host"
 
     def _kind(self, address: int, size: int) -> str:
         """Return the kind of a range; "two" if it is in several registrations."""
@@ -290,7 +305,7 @@ class Driver:
                     memory.reach(Span(place, (size // unit,), (1,), dtype), device)
                 return runs
 
-            size = int(table[2].sum())
+            size = table.shape[1] << 10  # the sizes are on the device, and not there yet
             work = Runs(memory, reach, read=read)
             machine.launch(line, Operation(seconds_of(size), work.begin, work.end))
 

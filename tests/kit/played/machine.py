@@ -32,6 +32,8 @@ class Operation:
     begin: Callable[[], None]
     end: Callable[[], None]
     begun_s: float | None = None
+    by: str = ""
+    """The copy engine that does it, if any; it does one operation at a time (``rules.ENGINES``)."""
 
 
 @dataclass(eq=False)
@@ -51,6 +53,8 @@ class Stream:
         self.priority = priority
         self.todo: deque[Operation | Moment | tuple[Moment]] = deque()
         """Operations, events to reach, and, in tuples, events to wait for."""
+        self.copied = 0
+        """Number of the last operation that a copy engine did for it."""
 
     def moment(self) -> Moment:
         """Return the current end of the stream."""
@@ -169,6 +173,9 @@ class Machine:
         self._acting: object = None
         self._threads: dict[object, Thread] = {}
         self._background: list[Iterator[None]] = []
+        self._copying: dict[str, Operation] = {}
+        """What each copy engine does now."""
+        self._copied = 0
         self._threads[threading.get_ident()] = Thread(device, device, {device: self.engine})
 
     # ---- threads
@@ -256,6 +263,7 @@ class Machine:
         """Forget all work in flight and all errors, so that a test with a fault can end."""
         for line in [*self._all()]:
             line.todo.clear()
+        self._copying.clear()
         self.failing = self.pending = ""
         self.violations.clear()
 
@@ -328,6 +336,8 @@ class Machine:
             if head[0].at_s is None:
                 return False
         elif head.begun_s is None:
+            if not self._has_turn(line, head):
+                return False
             head.begun_s = self.time_s
             head.begin()
             return True
@@ -335,6 +345,25 @@ class Machine:
             return False
         else:
             head.end()
+            self._copying.pop(head.by, None)
         if line.todo and line.todo[0] is head:
             line.todo.popleft()
+        return True
+
+    def _has_turn(self, line: Stream, operation: Operation) -> bool:
+        """Return whether an operation may begin; if it is a copy, reserve its copy engine.
+
+        Streams take turns.
+        """
+        if not operation.by:
+            return True
+        others = (other for other in self._all() if other.copied < line.copied and other.todo)
+        heads = (other.todo[0] for other in others)
+        if operation.by in self._copying or any(
+            isinstance(head, Operation) and head.by == operation.by for head in heads
+        ):
+            return False
+        self._copying[operation.by] = operation
+        self._copied += 1
+        line.copied = self._copied
         return True

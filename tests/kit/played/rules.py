@@ -58,6 +58,11 @@ ATTRIBUTES = Rule(
     " CUDA_ERROR_INVALID_VALUE otherwise",
     f"{DRIVER}, Memory Management, cuMemcpyBatchAsync",
 )
+ENGINES = Rule(
+    "copies of one direction share a copy engine, whatever the priorities of their streams",
+    f"{RUNTIME}, Stream Management, cudaStreamCreateWithPriority: they have no effect on copies"
+    f" between host and device; {GUIDE}, Concurrent Data Transfers, asyncEngineCount",
+)
 PAGEABLE = Rule(
     "a copy from or to pageable memory may wait for the stream",
     f"{DRIVER}, API synchronization behavior, Memcpy, Asynchronous, 1 and 3",

@@ -61,8 +61,8 @@ class Runs:
             half = size // 2
             self._write(target + half, self._bytes(source + half, size - half))
 
-    def operation(self, size: int) -> Operation:
-        return Operation(seconds_of(size), self.begin, self.end)
+    def operation(self, size: int, by: str = "") -> Operation:
+        return Operation(seconds_of(size), self.begin, self.end, by=by)
 
     def _bytes(self, address: int, size: int) -> bytes:
         return ctypes.string_at(self._reach(address, size), size) if size else b""

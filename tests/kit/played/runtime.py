@@ -22,6 +22,20 @@ TORCH: dict[str, Callable[..., torch.Tensor]] = {
 TO = torch.Tensor.to
 
 
+class StreamType:
+    """``torch.cuda.Stream`` as a type: it makes streams, and knows the range of priorities."""
+
+    def __init__(self, make: Callable[..., Line]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any, **options: Any) -> Line:
+        return self._make(*arguments, **options)
+
+    def priority_range(self) -> tuple[int, int]:
+        """Return the lowest and the highest priority."""
+        return 0, -5
+
+
 class Runtime:
     """The functions of ``torch.cuda`` that kvladder, vLLM and tests call."""
 
@@ -103,6 +117,10 @@ class Runtime:
     def device_count(self) -> int:
         return self._machine.devices
 
+    def get_device_name(self, device: Any = None) -> str:
+        name: str = self.get_device_properties(device).name
+        return name
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         room = self._memory.room[self.number(device)]
         return room, room
@@ -118,12 +136,13 @@ class Runtime:
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         names = (
-            "Stream", "Event", "current_stream", "default_stream", "set_stream", "stream",
+            "Event", "current_stream", "default_stream", "set_stream", "stream",
             "set_device", "current_device", "synchronize", "device_count", "mem_get_info",
-            "get_device_properties",
+            "get_device_properties", "get_device_name",
         )  # fmt: skip
         for name in names:
             yield torch.cuda, name, getattr(self, name)
+        yield torch.cuda, "Stream", StreamType(self.Stream)
         yield torch.cuda, "device", self.use
         for name in TORCH:
             yield torch, name, self._factory(TORCH[name])
