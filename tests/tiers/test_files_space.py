@@ -190,7 +190,16 @@ async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -
     assert disk.files() == before
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"magic": "x"}', b'{"magic": "x", "version": 9}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b'{"magic": "x"}',
+        b'{"magic": "x", "version": 9}',
+        sealed(b'{"magic": "x", "a": ' + b"[" * 50_000),
+    ],
+)
 async def test_a_damaged_meta_file_costs_no_block(disk: FakeDisk, new: New, damage: bytes) -> None:
     machine = new()
     tier, _ = await machine.open()

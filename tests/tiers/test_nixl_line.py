@@ -515,6 +515,14 @@ def test_no_far_end_harms_a_client(data):
     sim_run(fuzzed())
 
 
+@pytest.mark.parametrize("decode", [m.request, m.reply])
+def test_a_message_that_is_nested_too_deeply_is_refused(decode):
+    for whole in (m.frame(m.Ping(1)), m.frame(m.Pong(1, known=True))):
+        many = whole[:1] + bytes([whole[1] + 1]) + whole[2:]  # one element more
+        with pytest.raises(m.WireError):
+            decode(many + b"\x91" * 100_000 + b"\xc0")
+
+
 @given(frames(REQUESTS | REPLIES))
 def test_the_decoder_takes_or_refuses_anything(data):
     for frame in data:

@@ -462,6 +462,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "wrong type": (framed(msgspec.msgpack.encode(["Cancel", "1"])), ""),
     "no text": (framed(b"\x94\xa4Call\x01\xa1\xff\x90"), ""),
     "more": (framed(frame(Cancel(1))[4:] + b"\0"), ""),
+    "deep": (framed(b"\x94\xa4Call\x01\xa1x" + b"\x91" * 100_000 + b"\xc0"), "too deeply"),
     "twice": (frame(Call(9, "wait", msgspec.Raw(b"\x91\xa1x"))) * 2, "two calls have the number 9"),
 }
 

@@ -197,7 +197,7 @@ def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
             if found.version < VERSION
             else msgspec.json.decode(line, type=DirectoryMeta)
         )
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, RecursionError):
         return None
 
 
