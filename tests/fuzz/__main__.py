@@ -37,14 +37,6 @@ LIMIT_S = 5
 MEMORY_MB = 2048
 LENGTH_MAX = 8192
 """Longest input that is made."""
-CHILD = """
-import sys, atheris
-with atheris.instrument_imports(include=["kvladder"]):
-    from tests.fuzz.targets import TARGETS
-target = TARGETS[sys.argv.pop(1)]
-atheris.Setup(sys.argv, target.run)
-atheris.Fuzz()
-"""
 
 
 class Figures(NamedTuple):
@@ -60,12 +52,17 @@ class Figures(NamedTuple):
     longest_ms: int
     memory_mb: int
     found: list[Path]
-    said: str
-    """The last error, if there was one."""
+    """An input of each kind of failure."""
+
+    @property
+    def said(self) -> list[str]:
+        """The error of each."""
+        texts = [path.with_suffix(".txt") for path in self.found]
+        return [one.read_text().splitlines()[-1] if one.exists() else "a limit" for one in texts]
 
 
 def fuzz(name: str, seconds: int) -> Figures:
-    """Fuzz one target for some seconds, or until an input fails."""
+    """Fuzz one target for some seconds."""
     folder, found = WORK / name, WORK / f"{name}.found"
     for one in (folder, found):
         one.mkdir(parents=True, exist_ok=True)
@@ -83,9 +80,6 @@ def fuzz(name: str, seconds: int) -> Figures:
         str(folder),
         str(_whole(name)),
     )
-    errors = [
-        line for line in said.splitlines() if re.match(r"\s*(\w+\.)*\w*(Error|Exception)\b", line)
-    ]
 
     def last(pattern: str) -> int:
         return int((re.findall(pattern, said) or ["0"])[-1])
@@ -98,14 +92,14 @@ def fuzz(name: str, seconds: int) -> Figures:
         last(r"corp: (\d+)"),
         1000 * last(r"stat::slowest_unit_time_sec:\s*(\d+)"),
         last(r"stat::peak_rss_mb:\s*(\d+)") or last(r"rss: (\d+)Mb"),
-        sorted({*found.iterdir()} - before),
-        errors[-1].strip() if errors else "",
+        sorted(path for path in {*found.iterdir()} - before if not path.suffix),
     )
 
 
 def _child(name: str, *options: str) -> str:
     """Run libFuzzer for a target, and return what it wrote."""
-    command = [sys.executable, "-W", "ignore", "-c", CHILD, name, *options]
+    found = WORK / f"{name}.found"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.child", name, str(found), *options]
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
@@ -168,7 +162,7 @@ def as_page(figures: Sequence[Figures]) -> str:
     ]
     for one in figures:
         each_s = one.executions / max(one.seconds, 1)
-        what = f"{len(one.found)}: {one.said}" if one.found else "nothing"
+        what = "; ".join(one.said) or "nothing"
         cells = (
             f"{one.name} | {one.executions:,} | {one.seconds:.0f} | {each_s:,.0f} | {one.reached}"
         )
@@ -201,8 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{name}: {one.executions:,} inputs, {one.inputs} kept, {len(one.found)} failed",
             flush=True,
         )
-        for path in one.found:
-            print(f"    {one.said}\n    python -m tests.fuzz {name} {path}", flush=True)
+        for path, said in zip(one.found, one.said, strict=True):
+            print(f"    {said}\n    python -m tests.fuzz {name} {path}", flush=True)
         if given.keep:
             print(f"    {keep(name)} added to {CORPUS / name}", flush=True)
     if given.out:

@@ -195,6 +195,8 @@ def meta(data: bytes) -> None:
         try:
             found = read_meta(disk, HOME)
             if isinstance(found, DirectoryMeta):
+                if found.capacity_blocks > 1 << 12:  # the index of so many takes memory and time
+                    continue
                 assert read_meta(_with_meta(found), HOME) == found
                 assert found.size(0) > 0
             survey_files(disk, Path("/home"), space=SPACE, salt=None)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_hexdigest
@@ -50,6 +50,8 @@ ASIDE = {f"{name}.tmp" for name in (META_NAME, LOG_NAME, FIELDS_NAME, *STATE_NAM
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
+_DAMAGED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of what is no META, whatever its digest says."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
 """Longest wait in seconds for the path's lock; another process holds it while it drops segments."""
@@ -119,17 +121,20 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
         )
 
 
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
 class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     """META: the layout of a namespace's other files; one line of JSON, readable for people."""
 
     magic: str = MAGIC
     version: int = VERSION
     namespace: str
-    block_bytes: int
-    stride: int
+    block_bytes: Count
+    stride: Count
     """Bytes from one block's header to the next header."""
-    segment_places: int
-    capacity_blocks: int
+    segment_places: Count
+    capacity_blocks: Count
 
     @classmethod
     def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> DirectoryMeta:
@@ -197,7 +202,7 @@ def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
             if found.version < VERSION
             else msgspec.json.decode(line, type=DirectoryMeta)
         )
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, RecursionError):
+    except (*_DAMAGED, FileNotFoundError, NotADirectoryError):
         return None
 
 
