@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -513,6 +514,28 @@ def test_no_far_end_harms_a_client(data):
             assert await near.get(4) == [True]
 
     sim_run(fuzzed())
+
+
+async def test_impossible_contents_of_messages_are_refused():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0, 1)
+        here, keys = near.line.here, near.key(0) + near.key(1)
+        endless = Facts()._replace(expires_wall_s=float("nan"))
+        for message, kind, why in (
+            (partial(m.Get, keys=keys, slots=[3, 3]), m.Got, "named twice"),
+            (partial(m.Get, keys=keys, slots=[3, 999]), m.Got, "does not have"),
+            (partial(m.Lookup, keys=near.key(0) * 2), m.Found, "duplicate keys"),
+            (
+                partial(m.Offer, keys=near.key(2), lengths=[SIZE], facts=[endless]),
+                m.Grant,
+                "expiry",
+            ),
+        ):
+            with pytest.raises(TierError, match=why):
+                await here._asked(message(here._number()), kind)
+        assert fabric.exporter.gauges()["messages_refused"] == 4
+        assert await near.get(0, 1) == [True, True]
 
 
 @pytest.mark.parametrize("decode", [m.request, m.reply])

@@ -576,10 +576,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
     def answers(self) -> int: ...  # type: ignore[empty-body]
 
-    return {
-        function.__name__: function
-        for function in (untyped, no_result, default, named, many, answers)
-    }
+    return {one.__name__: one for one in (untyped, no_result, default, named, many, answers)}
 
 
 @pytest.mark.parametrize("name", methods())

@@ -50,8 +50,9 @@ ASIDE = {f"{name}.tmp" for name in (META_NAME, LOG_NAME, FIELDS_NAME, *STATE_NAM
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Space = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _DAMAGED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of what is no META, whatever its digest says."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
 """Longest wait in seconds for the path's lock; another process holds it while it drops segments."""
@@ -121,15 +122,12 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
         )
 
 
-Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-
-
 class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     """META: the layout of a namespace's other files; one line of JSON, readable for people."""
 
     magic: str = MAGIC
     version: int = VERSION
-    namespace: str
+    namespace: Space
     block_bytes: Count
     stride: Count
     """Bytes from one block's header to the next header."""
@@ -197,11 +195,9 @@ def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
         if found.magic != MAGIC:
             return None
         require_known(path, found.version, VERSION)
-        return (
-            found.version
-            if found.version < VERSION
-            else msgspec.json.decode(line, type=DirectoryMeta)
-        )
+        if found.version < VERSION:
+            return found.version
+        return msgspec.json.decode(line, type=DirectoryMeta)
     except (*_DAMAGED, FileNotFoundError, NotADirectoryError):
         return None
 
@@ -250,8 +246,7 @@ def exclusive(disk: Disk, path: Path) -> Generator[None]:
     """Hold the path's lock: meanwhile no other process takes directories or space below it."""
     tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
     while (fd := _locked(disk, path)) is None:
-        tries -= 1
-        if tries <= 0:
+        if (tries := tries - 1) <= 0:
             raise OSError(errno.EAGAIN, "another process keeps it locked", str(path / LOCK_NAME))
         Event().wait(_LOCK_STEP_S)
     try:
