@@ -209,6 +209,16 @@ async def test_a_damaged_meta_file_costs_no_block(disk: FakeDisk, new: New, dama
     await machine.check(all_kept=True)
 
 
+async def test_a_meta_file_with_another_number_costs_no_block(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0), (1, 3))
+    await tier.aclose()
+    path = machine.home / "META"
+    disk.flip(path, disk.content(path).index(b'"stride":') + len('"stride":'))
+    await machine.check(all_kept=True)
+
+
 async def test_a_layout_with_too_many_files_is_restarted(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()

@@ -13,6 +13,7 @@ import pytest
 
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
+from kvladder.forgetting.check import Looker
 from kvladder.forgetting.ledger import PurgeLedger, read_keys
 from kvladder.forgetting.receipt import LevelResult, Receipt, Signer, read_receipt
 from kvladder.forgetting.scope import PurgeScope
@@ -38,6 +39,15 @@ def receipt(**options: Any) -> Receipt:
         scope={"kind": "all"},
         **options,
     )
+
+
+def test_blocks_that_this_deployment_did_not_save_leave_a_check_unsure() -> None:
+    looker = Looker(receipt(), [], None)
+    assert looker.judged("host", "", owed=False).finding == "clean"
+    looker.take([key(1), key(2)])
+    found = looker.judged("far", "", owed=False)
+    assert (found.finding, found.unknown, found.left) == ("unsure", 2, 0)
+    assert looker.judged("far", "it cannot tell", owed=False).finding == "unsure"
 
 
 # ---- scopes
