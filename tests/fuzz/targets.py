@@ -13,3 +13,9 @@ TARGETS: Mapping[str, Target] = {
     **wires.TARGETS,
     **nixl.TARGETS,
 }
+
+
+def close() -> None:
+    """Close what inputs of a target share, such as a loop."""
+    wires.close()
+    nixl.close()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.fuzz.__main__ import NAMES
 from tests.fuzz.corpus import CORPUS, KEPT_BYTES_MAX, kept
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import TARGETS, close
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    close()
 
 
 def test_each_target_has_kept_inputs_of_a_bounded_size() -> None:

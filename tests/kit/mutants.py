@@ -120,7 +120,8 @@ def problems(fault: Fault) -> Iterator[str]:
     if len(names) > 1:  # a class may inherit its tests from the suites that are shipped
         known += "".join(path.read_text(encoding="utf-8") for path in SUITES.glob("*.py"))
     for name in names:
-        if not re.search(rf"^ *(?:(?:async )?(?:def|class) {name}\b|{name}\b.* = )", known, re.M):
+        kinds = rf"(?:async )?(?:def|class) {name}\b|{name}\b.* = "
+        if not re.search(rf"^ *(?:{kinds})", known, re.MULTILINE):
             yield f"{file} has no {name}"
 
 

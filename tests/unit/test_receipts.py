@@ -222,6 +222,18 @@ def told(one: tuple[int, ...], end: tuple[int, ...], parents: Parents) -> int:
     return UNKNOWN if parent is None else told(parent, end, parents)
 
 
+def test_the_table_tells_what_descends_from_the_last_of_some_blocks_and_what_is_newer() -> None:
+    table = Lineage(0)
+    table.note([key(1), key(1, 1), key(1, 1, 1)], range(3), START, 1.0)
+    table.note([key(1, 2)], [0], key(1), 1.0)
+    judge = table.descends([key(1), key(1, 1)])
+    asked = [key(1), key(1, 1), key(1, 1, 1), key(1, 2)]
+    assert judge(asked).tolist() == [MATCH, MATCH, MATCH, KEEP]
+    mark = table.mark
+    table.note([key(3)], [0], START, 2.0)
+    assert table.until(mark)([key(1), key(3)]).tolist() == [MATCH, KEEP]
+
+
 def test_the_table_survives_its_process_and_a_change_of_size(tmp_path: Path) -> None:
     path = tmp_path / "lineage"
     table = Lineage(0, path)
