@@ -155,6 +155,15 @@ def test_no_content_crashes_the_reader(tmp_path_factory: Any, content: bytes) ->
         read_trace(path)
 
 
+def test_a_line_that_is_no_text_is_said(path: Path) -> None:
+    wrong = line(hash_ids=["a"]).encode().replace(b'"a"', b'"\xcea"') + b"\n"
+    path.write_bytes(wrong + line().encode())
+    with pytest.raises(TraceError, match=":1: not JSON"):
+        read_trace(path)
+    path.write_bytes(line().encode() + b"\n" + wrong)
+    assert read_trace(path).warnings == (f"{path}:2: the last line is cut: it was skipped",)
+
+
 @given(
     size=st.sampled_from([16, 48, 64, 112, 512, 784]),
     tokens=st.lists(st.integers(1, 9000), min_size=9),
