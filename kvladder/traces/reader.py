@@ -313,7 +313,10 @@ def _tokens_of(reading: _Reading) -> int:
         votes[size] = sum(n for (least, most), n in ranges.items() if least <= size <= most)
     if max(votes.values()) < sum(ranges.values()):  # some other number may agree with more
         votes |= _agreeing(ranges)
-    best = max(votes.values())
+    best = max(votes.values(), default=0)
+    if not best:
+        found = f"no number agrees with the lengths, so {BLOCK_TOKENS} is taken"
+        reading.warn(f"{found}: give --block-tokens if it is another number")
     if votes[BLOCK_TOKENS] == best:
         return BLOCK_TOKENS
     chosen = max(size for size, n in votes.items() if n == best)

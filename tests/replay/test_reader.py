@@ -191,6 +191,13 @@ def test_lengths_that_do_not_agree_are_a_warning(path: Path) -> None:
     assert "blocks of 64 tokens agree with 1 of 2 requests" in trace.warnings[0]
 
 
+def test_a_prompt_longer_than_any_block_is_read(path: Path) -> None:
+    path.write_text(line(input_length=1_001_000, hash_ids=[2]) + "\n")
+    trace = read_trace(path)
+    assert trace.block_tokens == 512
+    assert "no number agrees with the lengths, so 512 is taken" in trace.warnings[0]
+
+
 def test_older_files_of_the_same_recording_are_read_first(path: Path) -> None:
     older, oldest, other = (path.with_name(f"{path.name}.{number}") for number in (1, 2, 3))
     path.write_text(line(timestamp=30, hash_ids=[3]) + "\n")
