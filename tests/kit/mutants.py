@@ -119,9 +119,9 @@ def problems(fault: Fault) -> Iterator[str]:
     known = (ROOT / file).read_text(encoding="utf-8")
     if len(names) > 1:  # a class may inherit its tests from the suites that are shipped
         known += "".join(path.read_text(encoding="utf-8") for path in SUITES.glob("*.py"))
-    for name in names:
+    for depth, name in enumerate(names):
         kinds = rf"(?:async )?(?:def|class) {name}\b|{name}\b.* = "
-        if not re.search(rf"^ *(?:{kinds})", known, re.MULTILINE):
+        if not re.search(rf"^{' +' if depth else ''}(?:{kinds})", known, re.MULTILINE):
             yield f"{file} has no {name}"
 
 
