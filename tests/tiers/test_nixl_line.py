@@ -536,6 +536,9 @@ async def test_impossible_contents_of_messages_are_refused():
                 await here._asked(message(here._number()), kind)
         assert fabric.exporter.gauges()["messages_refused"] == 4
         assert await near.get(0, 1) == [True, True]
+    for area in ((4096, SIZE - 1, 16), (4096, SIZE, 0), (4096, 1 << 40, 16)):
+        with pytest.raises(m.WireError, match="cannot hold blocks"):
+            m.area_in(area, SIZE)
 
 
 @pytest.mark.parametrize("decode", [m.request, m.reply])
