@@ -1,5 +1,5 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test quick lint style mypy pyright imports site bench bench-clients gpu shape clean
+.PHONY: demo demo-sglang test quick mutants fuzz lint style mypy pyright imports site bench bench-clients gpu shape clean
 PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
@@ -27,6 +27,12 @@ ifeq ($(ARGS),)
 else
 	$(PYTEST) $(ARGS)
 endif
+
+mutants: .venv/stamp  ## plant faults in copies of the tree; 1 if a test does not find one (ARGS="redis --out FILE")
+	PYTHONPATH=$(CURDIR) $(PY) -m tests.kit.mutants $(ARGS)
+
+fuzz: .venv/stamp  ## make inputs for what reads bytes of others, a minute each (ARGS="resp --seconds 600 --keep")
+	PYTHONPATH=$(CURDIR) $(PY) -m tests.fuzz $(if $(ARGS),$(ARGS),all)
 
 demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls
 	$(PY) examples/demo.py $(ARGS)
