@@ -7,12 +7,11 @@ For a machine without a network, with Python 3.12 on x86-64; ``--python 3.13`` i
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 THERE = {"numpy", "kvladder"}
@@ -24,8 +23,10 @@ GLIBC = range(39, 16, -1)
 def wanted() -> list[str]:
     """Return the requirements of kvladder, and of its tests, as pyproject.toml has them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    every = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
-    return [one for one in every if Requirement(one).name not in THERE]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *extras["redis"], *extras["testing"]]
+    names = [re.split(r"[^\w.-]", one)[0] for one in every]  # before extras and versions
+    return [one for name, one in zip(names, every, strict=True) if name not in THERE]
 
 
 def main() -> int:

@@ -30,7 +30,9 @@ MINUTES = 4.5
 """Time limit for the parts of one call; a part that takes longer is ended."""
 LIBRARY = ("msgspec", "yaml", "xxhash", "aiofiles", "click", "h11", "zstandard", "packaging")
 """Modules that a whole cache needs, beside NumPy."""
-TESTS = ("pytest", "pytest_asyncio", "hypothesis", "cryptography", "transformers", *LIBRARY)
+TESTS = (
+    "pytest", "pytest_asyncio", "hypothesis", "cryptography", "redis", "transformers", *LIBRARY
+)  # fmt: skip
 """Modules that the tests of pools and engines need."""
 
 

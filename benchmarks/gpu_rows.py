@@ -320,16 +320,16 @@ def _steps(
     half = model.blocks // 2
     written, wanted = cycle(range(half)), cycle(range(half, 2 * half))
 
+    def begin(direction: Direction, some: Iterator[int]) -> None:
+        if blocks := tuple(some):
+            slots = tuple(map(Slot, blocks))
+            copier.submit(CopyJob(JobId(next(_ids)), direction, blocks, slots))
+
     def steps() -> None:
         for _ in range(model.shape.steps):
             step()
-            for direction, blocks in (
-                ("offload", tuple(islice(written, saves))),
-                ("onboard", tuple(islice(wanted, loads))),
-            ):
-                if blocks:
-                    slots = tuple(map(Slot, blocks))
-                    copier.submit(CopyJob(JobId(next(_ids)), direction, blocks, slots))
+            begin("offload", islice(written, saves))
+            begin("onboard", islice(wanted, loads))
             copier.poll()
             _wait(model.device)  # an engine reads the tokens of each step
 

@@ -122,7 +122,6 @@ def _first_tokens(side: Side, folder: Path, length: int) -> tuple[float, float]:
         assert hits >= least, f"{side.name}: {hits} tokens came from host, expected {least}"
         for one, other in zip(loaded, again, strict=True):
             assert one["tokens"] == other["tokens"], f"{side.name}: other tokens than without it"
-        engine.end()
     finally:
         engine.kill()
     first = [[one["first"][0] for one in runs] for runs in (computed, loaded)]

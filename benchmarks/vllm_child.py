@@ -97,9 +97,9 @@ class Child:
                 made[output.request_id] = list(output.outputs[0].token_ids)
             steps.append(time.perf_counter() - before)
         seconds = time.perf_counter() - begun
-        tokens = [made[name] for name in sorted(made, key=lambda name: int(name[1:]))]
+        answers = [made[name] for name in sorted(made, key=lambda name: int(name[1:]))]
         found = {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
-        return found | {"tokens": tokens}
+        return found | {"tokens": answers}
 
     def runner(self) -> str:
         """Return the module of the model runner that vLLM chose."""

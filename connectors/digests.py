@@ -77,7 +77,8 @@ def _by_stride(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     tensor = tensor.squeeze()
     order = tuple(range(tensor.dim()))
     if not tensor.is_contiguous():
-        order = tuple(sorted(order, key=lambda at: -tensor.stride(at)))
+        strides = tensor.stride()
+        order = tuple(sorted(order, key=lambda at: -strides[at]))
     return tensor.permute(order), order
 
 
@@ -85,12 +86,12 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor's bytes in pieces; copy only pieces that are not contiguous."""
     most = PIECE * WORD
     if tensor.is_contiguous():
-        yield from tensor.view(-1).view(torch.uint8).split(most)
+        yield from torch.split(tensor.view(-1).view(torch.uint8), most)
     elif tensor.nbytes <= most:
         yield tensor.contiguous().view(-1).view(torch.uint8)
     else:
         rows = most // tensor[0].nbytes // WORD * WORD  # then a piece has whole words
-        for part in tensor.split(rows) if rows else tensor.unbind():
+        for part in torch.split(tensor, rows) if rows else tensor.unbind():
             yield from _pieces(part)
 
 
@@ -122,7 +123,7 @@ class _Sum:
 
     def _aligned(self, piece: torch.Tensor) -> torch.Tensor:
         """Return bytes as words on the device, in place if they are there and aligned."""
-        odd = len(piece) | piece.storage_offset() | piece.data_ptr()
+        odd = len(piece) | int(piece.storage_offset()) | piece.data_ptr()
         if odd % WORD or piece.device != self._device:
             size = -(-len(piece) // WORD) * WORD
             whole = torch.empty(size, dtype=torch.uint8, device=self._device)

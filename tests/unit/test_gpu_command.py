@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -195,3 +197,13 @@ def test_an_unknown_part_is_refused_with_the_known_names(
     assert gpu.main(["--only", "sleeping"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("no part is named like ['sleeping']; there are: order of copies")
+
+
+def test_the_wheels_to_take_along_bring_each_module_that_a_part_names() -> None:
+    """The machine has torch, NumPy, Triton and transformers; vLLM is too large."""
+    wanted = runpy.run_path(str(ROOT / ".ci" / "gpu_wheels.py"))["wanted"]()
+    names = {one.partition("[")[0].partition(">")[0].lower() for one in wanted}
+    for part in gpu.PARTS:
+        if "vllm" not in part.needs:
+            for module in {*part.needs} - {"triton", "transformers"}:
+                assert names & {name.lower() for name in packages_distributions()[module]}, module
