@@ -25,6 +25,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId
 from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
+from kvladder.gpu.copy.streams import StreamCopier
 
 LONG_TOKENS = 30_000
 """Prompts of this length or more are computed only once, because that takes seconds."""
@@ -267,11 +268,12 @@ def _step(model: Decoder, ids: torch.Tensor) -> Callable[[], None]:
 
 def _ways(copier: Copier) -> Iterator[str]:
     """Yield the ways in which a copier can copy small pages, and make it use each one."""
-    device: Any = getattr(copier, "device", None)
-    kernel = getattr(device, "small_bytes", 0)
-    if kernel:
-        device.small_bytes = 0
-    yield "by copy engines" if device is not None else "by a thread"
+    if not isinstance(copier, StreamCopier):
+        yield "by a thread"
+        return
+    device = copier.device
+    kernel, device.small_bytes = device.small_bytes, 0
+    yield "by copy engines"
     if kernel:
         device.small_bytes = ANY_BYTES
         yield "by a kernel"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -65,8 +66,12 @@ def sides(*, dry: bool) -> list[Side]:
             Side("vLLM's own offloading", ON_CPU, own, {}, {}),
             Side("kvladder", ON_CPU, ours, {}, {}),
         ]
-    engine = {"dtype": "bfloat16", "block_size": 16, "kv_cache_memory_bytes": 2 << 30}
-    engine["gpu_memory_utilization"] = 0.3
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "block_size": 16,
+        "kv_cache_memory_bytes": 2 << 30,
+        "gpu_memory_utilization": 0.3,
+    }
     return [
         Side("vLLM's own offloading, runner V2", V2, own, {SWITCH: "1"}, engine | GRAPHS),
         Side("kvladder, runner V2", V2, ours, {SWITCH: "1"}, engine | GRAPHS),
@@ -197,8 +202,8 @@ def attention() -> Iterable[Row]:
 def _attend(context: int, order: tuple[int, ...]) -> tuple[float, torch.Tensor]:
     """Return the device's seconds for all layers, and the result of the last one."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
+    attend: Any = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     count = context // BLOCK
     blocks = ATTENTION_BATCH * count
     made = torch.Generator("cuda").manual_seed(context)
@@ -212,7 +217,7 @@ def _attend(context: int, order: tuple[int, ...]) -> tuple[float, torch.Tensor]:
     table = torch.randperm(blocks, generator=made, device="cuda").view(ATTENTION_BATCH, count)
     int32: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
     out = torch.empty_like(query)
-    arguments = {
+    arguments: dict[str, Any] = {
         "cu_seqlens_q": torch.arange(ATTENTION_BATCH + 1, **int32),
         "seqused_k": torch.full((ATTENTION_BATCH,), context, **int32),
         "block_table": table.int(),
@@ -225,7 +230,7 @@ def _attend(context: int, order: tuple[int, ...]) -> tuple[float, torch.Tensor]:
 
     def call() -> None:
         for layer in kv:
-            keys, values = layer.transpose(1, 2).split(HEAD, dim=-1)
-            flash_attn_varlen_func(q=query, k=keys, v=values, **arguments)
+            wide = layer.transpose(1, 2)  # tokens before heads, as the kernel takes them
+            attend(q=query, k=wide[..., :HEAD], v=wide[..., HEAD:], **arguments)
 
     return seconds_of(call), out
