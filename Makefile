@@ -1,7 +1,7 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test quick lint style mypy pyright imports site bench bench-clients gpu shape clean
+.PHONY: demo demo-sglang test quick mutants fuzz lint style mypy pyright imports site bench bench-clients gpu shape clean
 PY := .venv/bin/python
-GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+GPU_PYTHON ?= $(shell bash .ci/gpu_python $(PY))
 SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
 # Only these, and tests/sglang, are collected where engines start: each worker would import what all the others need.
@@ -27,6 +27,12 @@ ifeq ($(ARGS),)
 else
 	$(PYTEST) $(ARGS)
 endif
+
+mutants: .venv/stamp  ## plant faults in copies of the tree; 1 if a test does not find one (ARGS="redis --out FILE")
+	PYTHONPATH=$(CURDIR) $(PY) -m tests.kit.mutants $(ARGS)
+
+fuzz: .venv/stamp  ## make inputs for what reads bytes of others, a minute each (ARGS="resp --seconds 600 --keep")
+	PYTHONPATH=$(CURDIR) $(PY) -m tests.fuzz $(if $(ARGS),$(ARGS),all)
 
 demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls
 	$(PY) examples/demo.py $(ARGS)
@@ -57,7 +63,7 @@ bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NA
 bench-clients: .venv/stamp  ## foreign clients against vLLM alone and with kvladder, in turns (ARGS="--only TEXT --out FILE")
 	PYTHONPATH=$(CURDIR) $(PY) -m benchmarks.clients $(ARGS)
 
-gpu:  ## on a machine with CUDA: tests and rows; needs torch and NumPy, skips by name what else is missing
+gpu:  ## on a machine with CUDA: tests and rows; skips by name what is missing, exit code 2 if no part ran
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 shape: .venv/stamp  ## what to read for a change, lines of code by room, files that a block crosses

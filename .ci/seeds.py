@@ -5,23 +5,16 @@ which tests hold it (files, or ``file::name``), and a note.
 
 A row may have ``faults``. Each breaks what the row claims: ``text``, which occurs once in ``file``,
 becomes ``becomes``. A row that is held, or in part, and has none says why in ``unplanted``.
-``python .ci/seeds.py --faults [ROW...]`` plants one fault at a time in a copy of the tree, runs the
-row's first test there (or ``test`` of the fault), and exits with 1 if a test still passes. ROW is a
-seed's number and line, or words of what a row names; without any, all rows.
+``make mutants ARGS=seeds`` plants each fault in a copy of the tree, and runs the row's first test
+there, or ``test`` of the fault: see ``tests/kit/mutants.py``.
 """
 
 from __future__ import annotations
 
 import ast
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,20 +41,11 @@ behavior in their texts has a row here, with the text's number and line. `.ci/se
 page from `seeds.yaml`. A test checks that every file, name and test in it exists.
 
 Rows marked with * have a planted fault, a change that breaks the row's claim.
-`.ci/seeds.py --faults` plants each fault in a copy of the tree, and checks that the row's test
+`make mutants ARGS=seeds` plants each fault in a copy of the tree, and checks that the row's test
 fails there. Other rows with the status held or part have a note that says why they have no fault.
 """
 KEYS = {"seed", "names", "status", "code", "tests", "note", "faults", "unplanted"}
 FAULT_KEYS = {"file", "text", "becomes", "test"}
-LEFT_OUT = shutil.ignore_patterns(
-    ".*cache*", ".git", ".venv*", ".hypothesis", "__pycache__", "shared"
-)
-"""What a copy of the tree does without."""
-WORKERS = 2
-PATIENCE_S = "30"
-"""How long tests wait for what a fault may keep from happening."""
-LIMIT_S = 120.0
-"""For a test with its fault: on a busy machine importing an engine takes half of it."""
 
 
 @cache
@@ -117,7 +101,11 @@ def wrong_faults(fault: dict[str, str], tests: Sequence[str]) -> Iterator[str]:
         return
     if not tests or fault.get("test", tests[0]) not in tests:
         yield "a fault whose test is not one of the row's"
-    file, text, becomes = fault["file"], fault["text"], fault["becomes"]
+    yield from misplanted(fault["file"], fault["text"], fault["becomes"])
+
+
+def misplanted(file: str, text: str, becomes: str) -> Iterator[str]:
+    """What is wrong with a fault: ``text``, which occurs once in ``file``, becomes ``becomes``."""
     if said := wrong(file):
         yield said
         return
@@ -129,91 +117,6 @@ def wrong_faults(fault: dict[str, str], tests: Sequence[str]) -> Iterator[str]:
             ast.parse(source.replace(text, becomes))
         except SyntaxError as error:
             yield f"a fault breaks the syntax of {file}: {error}"
-
-
-# ---- planted faults
-
-
-def tree(folder: Path) -> Path:
-    """A copy of the tree in ``folder``, with its symbolic links as they are."""
-    found = folder / "tree"
-    shutil.copytree(ROOT, found, symlinks=True, ignore=LEFT_OUT)
-    return found
-
-
-def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """The exit status of pytest in a copy, None if the limit ended it, and what it wrote last."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 'base'}")
-    more = {"PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "ci", "KVLADDER_PATIENCE_S": PATIENCE_S}
-    with (copy.parent / "said").open("w+", encoding="utf-8", errors="replace") as said:
-        process = subprocess.Popen(  # noqa: S603 - pytest, on tests that the rows name
-            [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=copy,
-            env=os.environ | more,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        said.seek(0)
-        lines = said.read().strip().splitlines()
-    return status, lines[-1] if lines else "no output"
-
-
-def try_fault(one: tuple[dict[str, Any], dict[str, str]], limit_s: float = LIMIT_S) -> str:
-    """Why the fault was not found by the row's test; empty if it was."""
-    row, fault = one
-    test = fault.get("test", row["tests"][0])
-    with tempfile.TemporaryDirectory(prefix="kvladder-fault-") as folder:
-        copy = tree(Path(folder))
-        path = copy / fault["file"]
-        source = path.read_text(encoding="utf-8")
-        path.write_text(source.replace(fault["text"], fault["becomes"]), encoding="utf-8")
-        status, last = run_tests(copy, [test], limit_s)
-    if status == 1:
-        return ""
-    why = f"ran for {limit_s:g} s" if status is None else f"exit status {status}"
-    where = f"{row['seed']} {row['names']}: {test}"
-    return f"{where} does not fail with {fault['becomes']!r} in {fault['file']} ({why}: {last})"
-
-
-def pass_without(tests: Sequence[str]) -> str:
-    """Why the tests do not pass in a copy without a fault; empty if they do."""
-    with tempfile.TemporaryDirectory(prefix="kvladder-fault-") as folder:
-        status, last = run_tests(tree(Path(folder)), tests, LIMIT_S * len(tests))
-    return "" if status == 0 else f"without a fault: exit status {status}: {last}"
-
-
-def try_faults(wanted: Sequence[str]) -> int:
-    """Plant the faults of these rows, or of all; 1 after printing what no test found."""
-    rows = [
-        row
-        for section in load()
-        for row in section["rows"]
-        if not wanted or any(one == row["seed"] or one in row["names"] for one in wanted)
-    ]
-    planted = [(row, fault) for row in rows for fault in row.get("faults", [])]
-    if not planted:
-        print("no matching row has a fault")
-        return 1
-    tests = dict.fromkeys(fault.get("test", row["tests"][0]) for row, fault in planted)
-    if said := pass_without(list(tests)):
-        print(said)
-        return 1
-    with ThreadPoolExecutor(WORKERS) as pool:
-        survived = []
-        for (row, _), said in zip(planted, pool.map(try_fault, planted), strict=True):
-            print(said or f"{row['seed']} {row['names']}: the fault was found", flush=True)
-            survived += [said] if said else []
-    print(f"{len(planted) - len(survived)} of {len(planted)} faults were found")
-    return bool(survived)
 
 
 def render(sections: list[dict[str, Any]]) -> str:
@@ -247,10 +150,8 @@ def load() -> list[dict[str, Any]]:
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the page and print what is wrong, or try faults."""
-    if arguments[:1] == ["--faults"]:
-        return try_faults(arguments[1:])
+def main() -> int:
+    """Write the page and print what is wrong."""
     sections = load()
     found = [
         f"{row['seed']} {row['names']}: {problem}"
@@ -264,4 +165,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

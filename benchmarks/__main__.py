@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.row import Row, markdown, plain
 from kvladder.report.charts import runs_page
 from kvladder.report.page import write
@@ -95,32 +92,6 @@ def measure(wanted: Iterable[str]) -> tuple[list[Row], list[str]]:
             traceback.print_exc()
             failed.append(name)
     return rows, failed
-
-
-def machine() -> dict[str, str]:
-    """Return a description of the machine and the measured version."""
-    return {
-        "machine": f"{_cpu()}, {os.cpu_count()} CPUs, {_memory()}, {platform.platform()}",
-        "commit": _commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
-
-
-def _memory() -> str:
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

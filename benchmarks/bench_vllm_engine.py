@@ -13,9 +13,10 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median, quantiles
+from types import MappingProxyType
 from typing import Any
 
 import kvladder
@@ -30,17 +31,43 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """An engine in a child process."""
+    """An engine in a child process.
 
-    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
-        spec = {"model": str(model), "transfer": transfer, "engine": {}}
-        env = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONPATH": str(Path(kvladder.__file__).parents[1]),
-        }
+    Parameters
+    ----------
+    model:
+        Folder with the model.
+    transfer:
+        vLLM's settings of a connector; None for none.
+    log:
+        File for the engine's output.
+    engine:
+        Arguments of ``LLM`` that replace those of ``vllm_child.py``.
+    variables:
+        Environment variables beside those of this process.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any] | None,
+        log: Path,
+        *,
+        engine: Mapping[str, Any] = MappingProxyType({}),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        spec = {"model": str(model), "transfer": transfer, "engine": dict(engine)}
+        env = (
+            os.environ
+            | variables
+            | {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_NO_USAGE_STATS": "1",
+                "PYTHONPATH": str(Path(kvladder.__file__).parents[1]),
+            }
+        )
         command = [sys.executable, str(HERE / "vllm_child.py"), json.dumps(spec)]
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -76,6 +103,11 @@ class Engine:
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._process.wait(60)
+
+    def kill(self) -> None:
+        """End the process at once, if it still runs."""
+        self._process.kill()
+        self._process.wait()
 
 
 def kvladder_with(stack: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from benchmarks.row import Row
 from kvladder.arena import Arena, Slot, memory_available
 from kvladder.gpu.copy.copier import CopyJob, Direction, JobId
 from kvladder.gpu.copy.cuda import CudaDevice
+from kvladder.gpu.copy.device import Device
 from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
@@ -34,7 +35,9 @@ SMALL_COUNT = 64
 """Number of blocks with small pages that are copied together."""
 SIZES = {"16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 COUNTS = (1, 16, 256, 4096)
-SUITE_S = 300
+SUITE_S = 120
+SUITE = ("gpu", "connectors")
+"""Folders with tests that need a device. Other files there need vLLM to be read at all."""
 DIRECTIONS: tuple[Direction, ...] = ("offload", "onboard")
 Tensors = dict[str, torch.Tensor]
 
@@ -61,7 +64,7 @@ def _layouts() -> Iterator[tuple[str, list[Tensors]]]:
 
 
 @contextmanager
-def _copier(
+def copying(
     groups: list[Tensors],
     *,
     slots: int = SLOTS,
@@ -101,10 +104,9 @@ def order() -> Iterable[Row]:
     """Test that saves and loads run after a late kernel, and a forward pass after loads."""
     for name, groups in _layouts():
         for way in ("batched", "staged", "kernel"):
-            with _copier(groups, staged=way == "staged") as (copier, arena, parts):
-                small = copier.device.small_bytes
-                if way == "kernel" and not small:
-                    print(f"  {name}, kernel: skipped, there is no triton", flush=True)
+            with copying(groups, staged=way == "staged") as (copier, arena, parts):
+                if why := _unlike(copier.device, way):
+                    print(f"  {name}, {way}: skipped, {why}", flush=True)
                     continue
                 copier.device.small_bytes = 1 << 40 if way == "kernel" else 0
                 for group, part in parts.items():
@@ -112,6 +114,15 @@ def order() -> Iterable[Row]:
                         _in_order(copier, arena, part, group, by_layer=by_layer)
             print(f"  {name}, {way}: in order", flush=True)
     return ()
+
+
+def _unlike(device: Device, way: str) -> str:
+    """Return the reason why a device does not copy in this way; "" if it does."""
+    if way == "batched" and not device.batched:
+        return "there is no cuda-bindings, or the driver is older than CUDA 12.8"
+    if way == "kernel" and not device.small_bytes:
+        return "there is no triton, or the kernel failed"
+    return ""
 
 
 def _in_order(
@@ -178,10 +189,10 @@ def registering() -> Iterable[Row]:
         yield Row(name=f"register {gib} GiB", unit="GiB/s", ours=gib / registered_s, note=note)
 
 
-def sleep() -> Iterable[Row]:
+def freed() -> Iterable[Row]:
     """Free the KV tensors' memory after ``drain`` during a save; test that the save succeeds."""
     groups: list[Tensors] = [{"kv": _zeros(BLOCKS, 1 << 20, dtype=torch.uint8)}]
-    with _copier(groups) as (copier, _, parts):
+    with copying(groups) as (copier, _, parts):
         groups[0]["kv"].fill_(7)
         CUDA._sleep(LONG_CYCLES)
         copier.submit(
@@ -200,7 +211,9 @@ def sleep() -> Iterable[Row]:
 
 def suite() -> Iterable[Row]:
     """Run the tests that need a device: pools over tiers, and the engine of transformers."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests/connectors"]
+    paths = (path for room in SUITE for path in sorted((ROOT / "tests" / room).glob("test_*.py")))
+    files = [str(path) for path in paths if "pytest.mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
     subprocess.run(command, cwd=ROOT, check=True, timeout=SUITE_S)
     return ()
 
@@ -224,7 +237,7 @@ def _copies(name: str, size: int, count: int, theirs: Callable[..., None] | None
     pinned = torch.ones(count * size, dtype=torch.uint8, pin_memory=True)
     flat = torch.ones(count * size, dtype=torch.uint8, device="cuda")
     blocks = tuple(random.sample(range(0, 2 * count, 2), count))  # no two are neighbours
-    with _copier([{"kv": kv}], slots=2 * count, slot_bytes=size) as (copier, arena, _):
+    with copying([{"kv": kv}], slots=2 * count, slot_bytes=size) as (copier, arena, _):
         slots = tuple(map(Slot, random.sample(range(0, 2 * count, 2), count)))
         ends = [
             torch.tensor([kv.data_ptr() + block * size for block in blocks]),
@@ -247,7 +260,7 @@ def _copies(name: str, size: int, count: int, theirs: Callable[..., None] | None
                 sources, targets = ends if out else ends[::-1]
                 theirs(sources, targets, torch.full((count,), size), not out)
 
-            limit_s, ours_s = _seconds(limit), _seconds(ours)
+            limit_s, ours_s = seconds_of(limit), seconds_of(ours)
             while copier.poll():
                 copier.drain()
             gigabytes = count * size / 1e9
@@ -256,7 +269,7 @@ def _copies(name: str, size: int, count: int, theirs: Callable[..., None] | None
                 name=f"{direction} {count} x {name}",
                 unit="GB/s",
                 limit=gigabytes / limit_s,
-                peer=None if theirs is None else gigabytes / _seconds(peer),
+                peer=None if theirs is None else gigabytes / seconds_of(peer),
                 ours=gigabytes / ours_s,
                 goal=goal if count >= 256 else "",
                 note="limit: one pinned copy",
@@ -273,7 +286,7 @@ def _vllm() -> Callable[..., None] | None:
     return operation
 
 
-def _seconds(call: Callable[[], None]) -> float:
+def seconds_of(call: Callable[[], None]) -> float:
     """Return the device's median seconds for the work of a call, by events around it."""
     taken: list[float] = []
     for _ in range(ROUNDS + 1):
@@ -294,7 +307,7 @@ def kernel() -> Iterable[Row]:
         kv = torch.ones(layers, 2 * SMALL_COUNT, size, dtype=torch.uint8, device="cuda")
         tensors = {f"layer{n}": kv[n] for n in range(layers)}
         blocks = tuple(random.sample(range(2 * SMALL_COUNT), SMALL_COUNT))
-        with _copier([tensors], slots=SMALL_COUNT) as (copier, _, _parts):
+        with copying([tensors], slots=SMALL_COUNT) as (copier, _, _parts):
             slots = tuple(map(Slot, random.sample(range(SMALL_COUNT), SMALL_COUNT)))
             for direction in DIRECTIONS:
                 job = CopyJob(JobId(1), direction, blocks, slots)
@@ -306,7 +319,7 @@ def kernel() -> Iterable[Row]:
                 taken: list[float] = []
                 for small_bytes in (0, size):
                     copier.device.small_bytes = small_bytes
-                    taken.append(_seconds(copy))
+                    taken.append(seconds_of(copy))
                 copier.drain()
                 assert all(finished.ok for finished in copier.poll()), "a copy failed"
                 gigabytes = layers * SMALL_COUNT * size / 1e9
@@ -323,7 +336,7 @@ def kernel() -> Iterable[Row]:
 def latency() -> Iterable[Row]:
     """Measure one block's load, alone and beside a long kernel and a save that waits for it."""
     kv: Any = torch.ones(BLOCKS, 1 << 20, dtype=torch.uint8, device="cuda")
-    with _copier([{"kv": kv}], slots=2 * BLOCKS) as (copier, arena, _):
+    with copying([{"kv": kv}], slots=2 * BLOCKS) as (copier, arena, _):
         ctypes.memset(arena.address, 1, arena.size_bytes)
         taken: dict[bool, list[float]] = {False: [], True: []}
         for number in range(2 * ROUNDS):

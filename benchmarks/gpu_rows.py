@@ -1,4 +1,4 @@
-"""Rows of ``make gpu`` with a model: the time to the first token, and generation during saves.
+"""Rows of ``make gpu`` with a model: the time to the first token, and steps beside copies.
 
 Each takes a shape and a device. ``python -m benchmarks.gpu --dry`` runs them on a CPU with a tiny
 shape.
@@ -18,62 +18,67 @@ from typing import Any
 
 import torch
 
-import kvladder
 from benchmarks.gpu_model import BLOCK, DRY, REAL, Decoder, Shape
+from benchmarks.machine import medium
 from benchmarks.row import Row
 from kvladder.arena import Arena, Slot
-from kvladder.connectors.inline import InlineConnector
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId
 from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
+from kvladder.gpu.copy.streams import StreamCopier
 
 LONG_TOKENS = 30_000
 """Prompts of this length or more are computed only once, because that takes seconds."""
 ROUNDS = 3
 PINNED_BYTES = 1 << 30
-CONTEXT_BLOCKS = 128
-"""Blocks of context of each sequence that generates."""
+CONTEXT_BLOCKS = 8
+"""Blocks of context of each sequence that generates: this model gathers them, so few."""
+LOADED_BLOCKS = 16
+"""Blocks that each step loads, if it loads any: 32 MiB."""
 DRY_BLOCKS = 4
 FLUSH_S = 120.0
+ANY_BYTES = 1 << 40
+"""More bytes than any page has: the kernel copies all."""
 LAYOUTS = {"BLHNC": True, "LBHNC": False}
 
 
-def first_token(*, dry: bool = False) -> Iterable[Row]:
-    """Measure first tokens from host (whole and by layer, in both layouts) and from files."""
+def from_host(*, dry: bool = False) -> Iterable[Row]:
+    """Measure first tokens from host, whole and by layer, in both layouts."""
     shape, device = _where(dry)
     with torch.inference_mode():
         for layout, together in LAYOUTS.items():
-            blocks = max(shape.prompts) // BLOCK
+            prompts = shape.prompts if together or dry else shape.prompts[:-1]
+            blocks = max(prompts) // BLOCK
             model = Decoder(shape, device, blocks=blocks, together=together)
             with _copying(model) as copier:
-                for tokens in shape.prompts:
+                for tokens in prompts:
                     yield from _from_host(model, copier, tokens, layout)
-            if together:
-                for tokens in shape.prompts:
-                    yield _from_files(model, tokens)
 
 
-def decoding(*, dry: bool = False) -> Iterable[Row]:
-    """Measure generation in turns without saves, and with a save of each filled block."""
+def from_files(*, dry: bool = False) -> Iterable[Row]:
+    """Measure first tokens from files, in the layout that keeps a block together."""
+    shape, device = _where(dry)
+    prompts = shape.prompts if dry else shape.prompts[:-1]
+    with torch.inference_mode():
+        model = Decoder(shape, device, blocks=max(prompts) // BLOCK, together=True)
+        for tokens in prompts:
+            yield _from_files(model, tokens)
+
+
+def generating(*, dry: bool = False) -> Iterable[Row]:
+    """Measure steps of a CUDA graph alone, and with copies beside them, each way of copying."""
     shape, device = _where(dry)
     context = DRY_BLOCKS if dry else CONTEXT_BLOCKS
-    blocks = shape.batch * context
+    busy = shape.batch * context
     with torch.inference_mode():
-        model = Decoder(shape, device, blocks=blocks, together=True)
-        ids = torch.arange(blocks, device=device).view(shape.batch, context)
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        with _copying(model) as copier:
-            for number in range(2 * (ROUNDS + 1)):
-                saves = bool(number % 2)
-                seconds = _generate(model, copier if saves else None, ids)
-                if number > 1:  # the first round of each warms up
-                    taken[saves].append(seconds)
-    off, on = (shape.batch * shape.steps / median(taken[saves]) for saves in (False, True))
-    note = f"{shape.batch} sequences of {context * BLOCK} tokens; limit: without saves"
-    goal = "" if dry else "ratio >= 0.99"
-    yield Row(
-        name="generating beside saves", unit="token/s", limit=off, ours=on, goal=goal, note=note
-    )
+        for layout, together in LAYOUTS.items():
+            model = Decoder(shape, device, blocks=2 * busy, together=together)
+            ids = torch.arange(busy, device=device).view(shape.batch, context)
+            step = _step(model, ids)
+            with _copying(model) as copier:
+                for way in _ways(copier):
+                    yield from _generating(model, step, copier, f"{way}, {layout}")
+            del model, step  # before the next one takes as much memory
 
 
 def _where(dry: bool) -> tuple[Shape, torch.device]:
@@ -163,6 +168,9 @@ def _from_host(model: Decoder, copier: Copier, tokens: int, layout: str) -> Iter
 
 def _from_files(model: Decoder, tokens: int) -> Row:
     """Do the same from files, with a cache that recovered them at its start."""
+    import kvladder
+    from kvladder.connectors.inline import InlineConnector
+
     table = random.Random(tokens).sample(range(model.blocks), tokens // BLOCK)
     layout = kvladder.Layout(
         block_tokens=BLOCK, block_bytes=model.shape.block_bytes, fields={"model": "benchmark"}
@@ -170,6 +178,7 @@ def _from_files(model: Decoder, tokens: int) -> Row:
     size = len(table) * model.shape.block_bytes
     slots = -(-model.shape.block_bytes // 4096) * 4096 * (len(table) + 8)
     with TemporaryDirectory(prefix="kvladder-") as folder:
+        held_by = medium(Path(folder))
         stack = {
             "arena": {"size": f"{slots + (8 << 20)} B"},
             "fetch": {"deadline": "10 m"},
@@ -192,7 +201,7 @@ def _from_files(model: Decoder, tokens: int) -> Row:
                 keys = connector.keys(range(tokens))
                 if loads:
 
-                    def load(connector: InlineConnector = connector, keys: Any = keys) -> None:
+                    def load(connector: Any = connector, keys: Any = keys) -> None:
                         match = connector.match(keys[:-1])
                         match.wait()
                         assert match.blocks == len(keys) - 1, f"{match.blocks} came"
@@ -208,7 +217,7 @@ def _from_files(model: Decoder, tokens: int) -> Row:
         name=f"first token of {tokens} tokens from files",
         unit="ms",
         ours=1e3 * seconds[0],
-        note=f"{size / seconds[0] / 1e9:.2f} GB/s, the page cache warm or not as it is",
+        note=f"{size / seconds[0] / 1e9:.2f} GB/s; {held_by}; set TMPDIR to use another",
     )
 
 
@@ -233,25 +242,107 @@ def _require_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert apart < 0.05, f"a forward pass read other blocks: {apart:.2f} apart"
 
 
-def _generate(model: Decoder, copier: Copier | None, ids: torch.Tensor) -> float:
-    """Return the seconds of all steps of one round; each step may begin to save some blocks."""
+def _step(model: Decoder, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a step that computes a token of each sequence: a graph's replay on a device."""
+    x = model.embedded[: model.shape.batch].clone()
+    at = ids.shape[1] * BLOCK - 1
+
+    def step() -> None:
+        x.copy_(model.decode(x, ids, at))
+
+    if model.device.type == "cpu":
+        return step
+    cuda: Any = torch.cuda  # its annotations are incomplete
+    beside = cuda.Stream()
+    beside.wait_stream(cuda.current_stream())
+    with cuda.stream(beside):  # a graph is captured after the first calls have prepared all
+        for _ in range(3):
+            step()
+    cuda.current_stream().wait_stream(beside)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _ways(copier: Copier) -> Iterator[str]:
+    """Yield the ways in which a copier can copy small pages, and make it use each one."""
+    if not isinstance(copier, StreamCopier):
+        yield "by a thread"
+        return
+    device = copier.device
+    kernel, device.small_bytes = device.small_bytes, 0
+    yield "by copy engines"
+    if kernel:
+        device.small_bytes = ANY_BYTES
+        yield "by a kernel"
+        device.small_bytes = kernel
+
+
+def _generating(
+    model: Decoder, step: Callable[[], None], copier: Copier, way: str
+) -> Iterator[Row]:
+    """Compare steps with saves, loads and both beside them with steps alone, in turns."""
     shape = model.shape
-    per_step = max(1, shape.batch // BLOCK)
-    filled = cycle(range(model.blocks))
-    x = model.embedded[: shape.batch]
+    filled, loaded = max(1, shape.batch // BLOCK), LOADED_BLOCKS if shape is REAL else 1
+    beside = {
+        "nothing": (0, 0),
+        "saves": (filled, 0),
+        "loads": (0, loaded),
+        "both": (filled, loaded),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in beside}
+    for turn in range(ROUNDS + 1):
+        for name, (saves, loads) in beside.items():
+            seconds = _steps(model, step, copier, saves, loads)
+            if turn:  # the first one warms up
+                taken[name].append(seconds / shape.steps)
+    alone = median(taken.pop("nothing"))
+    for name, seconds_ in taken.items():
+        saves, loads = beside[name]
+        yield Row(
+            name=f"generating beside {name}, {way}",
+            unit="ms/step",
+            limit=1e3 * alone,
+            ours=1e3 * median(seconds_),
+            goal="ratio <= 1.01" if name == "saves" and shape is REAL else "",
+            note=f"{shape.batch} sequences; each step saves {saves} and loads {loads} blocks of"
+            f" {shape.block_bytes >> 10} KiB; limit: without",
+        )
+
+
+def _steps(
+    model: Decoder, step: Callable[[], None], copier: Copier, saves: int, loads: int
+) -> float:
+    """Return the seconds of a round of steps; each begins copies, as an engine does.
+
+    The sequences' blocks are saved. Loads write to the other half of the blocks.
+    """
+    half = model.blocks // 2
+    written, wanted = cycle(range(half)), cycle(range(half, 2 * half))
+
+    def begin(direction: Direction, some: Iterator[int]) -> None:
+        if blocks := tuple(some):
+            slots = tuple(map(Slot, blocks))
+            copier.submit(CopyJob(JobId(next(_ids)), direction, blocks, slots))
 
     def steps() -> None:
-        nonlocal x
-        for step in range(shape.steps):
-            x = model.decode(x, ids, ids.shape[1] * BLOCK - shape.steps + step)
-            if copier is not None:
-                blocks = [*islice(filled, per_step)]
-                slots = tuple(map(Slot, blocks))
-                copier.submit(CopyJob(JobId(next(_ids)), "offload", tuple(blocks), slots))
-                copier.poll()
+        for _ in range(model.shape.steps):
+            step()
+            begin("offload", islice(written, saves))
+            begin("onboard", islice(wanted, loads))
+            copier.poll()
+            _wait(model.device)  # an engine reads the tokens of each step
 
     seconds = _timed(model.device, steps)
-    if copier is not None:
-        copier.drain()
-        assert all(finished.ok for finished in copier.poll()), "a copy failed"
+    copier.drain()
+    assert all(finished.ok for finished in copier.poll()), "a copy failed"
     return seconds
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for the engine's own stream, not for copies."""
+    if device.type == "cuda":
+        cuda: Any = torch.cuda  # its annotations are incomplete
+        cuda.current_stream().synchronize()

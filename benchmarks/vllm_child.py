@@ -41,6 +41,11 @@ class Slow(MemoryTier):
         return await super().get(reads)
 
 
+def _runner(worker: Any) -> str:
+    inner = getattr(worker, "worker", worker)  # vLLM wraps the worker
+    return type(inner.model_runner).__module__
+
+
 class Child:
     """The engine, with the commands that it obeys."""
 
@@ -69,7 +74,8 @@ class Child:
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve all prompts at once.
 
-        Returns the total seconds, the seconds of each step, and those until each first token.
+        Returns the total seconds, the seconds of each step, those until each first token, and each
+        prompt's generated tokens.
         """
         from vllm import SamplingParams
 
@@ -83,13 +89,22 @@ class Child:
             engine.add_request(f"r{self._count}", {"prompt_token_ids": prompt}, sampling)
         steps: list[float] = []
         first: dict[str, float] = {}
+        made: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             before = time.perf_counter()
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begun)
+                made[output.request_id] = list(output.outputs[0].token_ids)
             steps.append(time.perf_counter() - before)
         seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
+        answers = [made[name] for name in sorted(made, key=lambda name: int(name[1:]))]
+        found = {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
+        return found | {"tokens": answers}
+
+    def runner(self) -> str:
+        """Return the module of the model runner that vLLM chose."""
+        (found,) = self._llm.collective_rpc(_runner)
+        return str(found)
 
     def hits(self) -> int:
         """Return the tokens that came from the connector, as vLLM counts them."""

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from kvladder.connectors.weights import model_digest
+from kvladder.connectors.digests import model_digest
 
 _PASSING: Final = "_non_persistent_buffers_set"
 

@@ -1,4 +1,4 @@
-"""Digests of a model's weights, from its files or from its parameters in memory."""
+"""Digests of a model's weight files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, Final
 
-import torch
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from kvladder.errors import ConfigError
 from kvladder.runtime import SystemClock
@@ -236,63 +235,3 @@ class _Known:
 def _file_digest(file: Path) -> str:
     with file.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, xxh3_128).hexdigest()
-
-
-WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integer types that a tensor's bits are read as, by element size; other sizes use int64."""
-PIECE: Final = 1 << 22
-"""Number of words mixed at a time; each of a few intermediate results takes 32 MiB."""
-STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-ROUNDS: Final = (
-    (30, 0xBF58476D1CE4E5B9 - (1 << 64)),
-    (27, 0x94D049BB133111EB - (1 << 64)),
-    (31, 1),
-)
-"""Shifts and factors of SplitMix64, with the constants as int64."""
-
-
-def model_digest(model: Any) -> str:
-    """Return the digest of a model's configuration, and of every parameter and saved buffer."""
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    state = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, value in sorted(model.state_dict().items()):
-        state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        state.update(digest(value))
-    return state.hexdigest()
-
-
-def digest(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
-    """Return the digest of all bits of a tensor, computed where it lies or on ``device``.
-
-    A CPU and a GPU give different digests for the same tensor.
-    """
-    device = tensor.device if device is None else device
-    return on_host(tensor) if device.type == "cpu" else on_device(tensor, device)
-
-
-def on_host(tensor: torch.Tensor) -> bytes:
-    """Return a 128-bit digest of all bytes of a tensor in host memory."""
-    flat = tensor.detach().reshape(-1).contiguous()
-    return xxh3_128_digest(flat.view(torch.uint8).numpy().data)
-
-
-def on_device(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
-    """Return a 64-bit digest of all bits of a tensor, computed where it lies or on ``device``.
-
-    Each word is mixed with its position, and the results are summed as integers. The order of the
-    summation does not matter. If one element differs, or two trade places, the sum differs.
-    """
-    flat = tensor.detach().reshape(-1).contiguous()
-    words = flat.view(WORDS.get(flat.element_size(), torch.int64))
-    device = flat.device if device is None else device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for start in range(0, len(words), PIECE):
-        mixed = words[start : start + PIECE].to(device).to(torch.int64, copy=True)
-        mixed += torch.arange(start, start + len(mixed), device=device) * STEP
-        for shift, factor in ROUNDS:
-            mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
-            mixed *= factor
-        total += mixed.sum()
-    return int(total).to_bytes(8, "little", signed=True)

@@ -49,7 +49,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.en
 
 JOIN_S = 60.0
 TRY_S = 0.02
-IDLE_S = 300.0
+IDLE_S = float(os.environ.get("KVLADDER_IDLE_S", "300"))
+"""How long a test may do nothing; lower it to end stuck tests sooner."""
 OTHERS = ("gpu", "vllm")
 """Marks of tests in which other libraries keep open descriptors."""
 

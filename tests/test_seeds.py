@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from tests.kit.scripts import script
-from tests.kit.source import ROOT
-from tests.patience import PATIENCE_S
 
 seeds: Any = script("seeds")
 ROWS = [row for section in seeds.load() for row in section["rows"]]
@@ -65,20 +63,3 @@ def test_wrong_rows_are_found(changed: dict[str, Any], says: str) -> None:
     assert list(seeds.problems(GOOD)) == []
     assert list(seeds.problems(GOOD | {"faults": [], "unplanted": "a layout"})) == []
     assert any(says in problem for problem in seeds.problems(GOOD | changed))
-
-
-@pytest.mark.slow
-def test_a_fault_is_planted_in_a_copy_and_its_row_s_test_is_run() -> None:
-    [row] = [row for row in ROWS if row["names"].startswith("chained hash")]
-    [fault] = row["faults"]
-    path = ROOT / fault["file"]
-    before = path.read_text()
-    assert seeds.pass_without(row["tests"]) == ""
-    assert seeds.try_fault((row, fault), PATIENCE_S) == ""
-    elsewhere = {"file": "README.md", "text": "# kvladder", "becomes": "# another"}
-    said = seeds.try_fault((row, elsewhere), PATIENCE_S)
-    assert "does not fail with '# another' in README.md (exit status 0: " in said
-    assert "(ran for 0 s: " in seeds.try_fault((row, fault), 0)
-    absent = {**row, "tests": ["tests/unit/test_keys.py::test_gone"]}
-    assert "(exit status 4: " in seeds.try_fault((absent, fault), PATIENCE_S)
-    assert path.read_text() == before

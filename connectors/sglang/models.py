@@ -21,9 +21,9 @@ from sglang.srt import runtime_context
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from kvladder.connectors.digests import digest
 from kvladder.connectors.naming import text_of
-from kvladder.connectors.vllm.identity.weights import device_of, tensors_of
-from kvladder.connectors.weights import digest
+from kvladder.connectors.vllm.identity.loaded import device_of, tensors_of
 from kvladder.errors import ConfigError
 
 engine: Any = runtime_context  # its settings have no types

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from kvladder.connectors.digests import digest
 from kvladder.connectors.transformers.layers import cache_after
-from kvladder.connectors.weights import digest
 from kvladder.errors import LayoutError
 
 FAR: Final = 1 << 22

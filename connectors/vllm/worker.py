@@ -12,8 +12,8 @@ import torch
 
 from kvladder.arena import Arena
 from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.identity.loaded import Loaded
 from kvladder.connectors.vllm.identity.watch import ModelWatch
-from kvladder.connectors.vllm.identity.weights import Loaded
 from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, StepMetadata
 from kvladder.errors import LayoutError

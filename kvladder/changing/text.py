@@ -37,8 +37,12 @@ def edited(text: str, path: str, value: str) -> str:
         raise _wrong(path, "not a setting", "expected a path such as tiers.nvme.capacity")
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     changed = _changed(text, root, keys, value, path)
-    if parse_yaml(changed) != _with(parse_yaml(text), keys, wanted):
-        hint = "edit the file, and apply it whole"
+    hint = "edit the file, and apply it whole"
+    try:
+        found = parse_yaml(changed)
+    except yaml.YAMLError as error:
+        raise _wrong(path, f"{value!r} cannot stand there", hint) from error
+    if found != _with(parse_yaml(text), keys, wanted):
         raise _wrong(path, "an alias or a merge gives it its value", hint)
     return changed
 

@@ -98,7 +98,7 @@ def traced(lines: Iterator[str], where: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         try:
             ids = msgspec.json.decode(line, type=_TraceLine).hash_ids
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(str(error), path=f"{where}, line {number}") from error
         for one in ids:
             if isinstance(one, int):

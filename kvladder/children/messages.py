@@ -120,6 +120,8 @@ async def take(reader: asyncio.StreamReader) -> AnyMessage:
         if size > FRAME_BYTES_MAX:
             raise ValueError(f"a frame of {size} bytes: expected at most {FRAME_BYTES_MAX}")
         message: Any = _decoder.decode(await reader.readexactly(size))
+    except RecursionError as error:
+        raise ValueError(f"a message that is nested too deeply: {error}") from error
     except asyncio.IncompleteReadError as error:
         raise ConnectionResetError("the other end is gone") from error
     return message  # type: ignore[no-any-return]

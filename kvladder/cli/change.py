@@ -26,6 +26,13 @@ PIECE: Final = 128
 """Blocks of one request to warm; more would not fit into its body."""
 PEER_S: Final = 10.0
 ANSWER_MAX: Final = 16 << 20
+NO_ANSWER: Final = (
+    OSError,
+    ValueError,
+    http.client.HTTPException,
+    msgspec.MsgspecError,
+    RecursionError,
+)
 
 
 class NotDone(ConfigError):
@@ -273,7 +280,7 @@ def _hottest(peer: str, token_file: Path | None, count: int, paths: Sequence[Pat
             client.request("POST", "/hottest", msgspec.json.encode({"count": count}), headers)
             answer = client.getresponse()
             told = msgspec.json.decode(answer.read(ANSWER_MAX), type=dict[str, Any])
-    except (OSError, ValueError, http.client.HTTPException, msgspec.MsgspecError) as error:
+    except NO_ANSWER as error:
         hint = "expected the HTTP port of a running cache"
         raise ConfigError(f"no answer: {error}", path=f"--peer {peer}", hint=hint) from error
     if answer.status != http.client.OK:

@@ -113,7 +113,7 @@ def benched(path: Path, flag: str) -> Speeds:
         read, write, latency_s = (float(speeds[name]) for name in ("read", "write", "latency_s"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", path=flag, hint=_BENCHED) from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} has no speeds", path=flag, hint=_BENCHED) from error
     for value in (read, write):
         positive(value, flag)

@@ -259,7 +259,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
         return data.decode()
     try:
         reply = msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise NotAnswering(f"not JSON: {error}", path=str(path), hint=_RUNNING_HINT) from error
     if status != HTTPStatus.OK:
         raise ConfigError(str(reply.get("error", status)), path=str(path))

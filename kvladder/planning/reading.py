@@ -74,7 +74,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ConfigError(why, path=str(file), hint="expected a model's config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}", path=str(file)) from error
     if not is_mapping(found):
         hint = "expected a model's config.json"

@@ -32,6 +32,8 @@ BLOCK_TOKENS_MAX: Final = 1 << 16
 TOKENS_MAX: Final = 1 << 40
 """Largest length of a prompt or an answer that is believed."""
 SHOWN_MAX: Final = 60
+NO_LINE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of decoding a line that is wrong, or has numbers of more than 64 bits."""
 
 
 class TraceError(ConfigError):
@@ -169,7 +171,7 @@ def _ends(path: Path) -> tuple[float | None, float | None]:
     for line in lines:
         try:
             times.append(_fast.decode(line).timestamp)
-        except msgspec.MsgspecError:
+        except NO_LINE:
             times.append(None)
     return times[0], next((time for time in reversed(times) if time is not None), None)
 
@@ -212,7 +214,7 @@ def _add(line: bytes, reading: _Reading, where: str, *, last: bool) -> None:
     try:
         try:
             found = _fast.decode(text)
-        except msgspec.MsgspecError:  # it is wrong, or has numbers of more than 64 bits
+        except NO_LINE:
             found = _slowly(text, where)
     except _Cut as error:
         if not last:
@@ -311,7 +313,10 @@ def _tokens_of(reading: _Reading) -> int:
         votes[size] = sum(n for (least, most), n in ranges.items() if least <= size <= most)
     if max(votes.values()) < sum(ranges.values()):  # some other number may agree with more
         votes |= _agreeing(ranges)
-    best = max(votes.values())
+    best = max(votes.values(), default=0)
+    if not best:
+        found = f"no number agrees with the lengths, so {BLOCK_TOKENS} is taken"
+        reading.warn(f"{found}: give --block-tokens if it is another number")
     if votes[BLOCK_TOKENS] == best:
         return BLOCK_TOKENS
     chosen = max(size for size, n in votes.items() if n == best)

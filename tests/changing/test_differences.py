@@ -86,6 +86,12 @@ def test_what_needs_a_restart_is_refused_with_the_reason(which: str) -> None:
     assert "restart the engine with this stack" in str(refused.value)
 
 
+def test_an_option_of_a_tier_needs_a_restart_though_levels_have_a_setting_of_its_name() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compare(stack(FAR), stack({**FAR, "quota": {"tenant": "1 GiB"}}))
+    assert "tiers.far.quota.tenant: none -> 1 GiB: the tier was opened" in str(refused.value)
+
+
 def test_all_reasons_are_told_at_once_and_no_secret() -> None:
     other = {**FAR, "url": "redis://:hidden@y"}
     with pytest.raises(ConfigError) as refused:

@@ -198,6 +198,30 @@ def test_a_file_that_cannot_be_written_undoes_the_change(
     check()
 
 
+def test_slots_and_room_of_a_change_that_failed_are_given_back(
+    cache: CacheManager, file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(cache, 1, 2)
+    check, free = unchanged(cache, file, folder), cache.arena.free
+    (meta,) = (folder / "disk").glob("*/META")
+    before = meta.read_bytes()
+    prepared: list[bool] = []
+
+    def fails(*_: object) -> None:
+        prepared.append(cache.arena.free < free and meta.read_bytes() != before)
+        raise ConfigError("no space left on the device")
+
+    coded = COLD.format(folder).replace("segment", "codecs: [zstd, checksum], segment")
+    text = file.read_text(encoding="utf-8").replace("capacity: 1 MiB", "capacity: 2 MiB")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvladder.changing.changer.replace_text", fails)
+        with pytest.raises(ConfigError, match="no space left"):
+            change(folder, stack=text + coded, save=True)
+    assert prepared == [True], "it was larger, and the codecs had slots"
+    check()
+    assert (meta.read_bytes(), cache.arena.free) == (before, free)
+
+
 def test_single_settings_are_changed_by_command_and_comments_stay(
     cache: CacheManager, file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ WRONG = {
     "no YAML": ("fetch.deadline", "{", "'{' is not YAML (put text in quotes)"),
     "two lines": ("fetch.deadline", "1\n", "expected a value on one line"),
     "nothing": ("fetch.deadline", "", "expected a value on one line"),
+    "no key of YAML": ("fetch.a: [", "1", "'1' cannot stand there (edit the file"),
     "a hole": ("fetch..deadline", "1", "not a setting (expected a path such as"),
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvladder.connectors.vllm.identity.weights import OFFLOADER, Loaded, models_of, tensors_of
+from kvladder.connectors.vllm.identity.loaded import OFFLOADER, Loaded, models_of, tensors_of
 from kvladder.errors import ConfigError
 
 

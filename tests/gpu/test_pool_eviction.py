@@ -120,8 +120,9 @@ def test_e9_a_block_released_twice_raises_and_changes_nothing() -> None:
     [slot, other] = engine.pool.allocate(2)
     engine.pool.retain([slot])
     before = engine.pool._ledger.refs.held(), list(engine.pool._ledger.free)
-    with pytest.raises(NotHeld):
-        engine.pool.release([other, slot, slot])
+    for wrong in ([other, slot, slot], [other, slot, DeviceSlot(99)]):
+        with pytest.raises(NotHeld):
+            engine.pool.release(wrong)
     assert before == (engine.pool._ledger.refs.held(), list(engine.pool._ledger.free))
     engine.pool.release([slot, other])
     engine.pool.release([slot])

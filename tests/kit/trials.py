@@ -24,7 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.__main__ import RESULTS
+from benchmarks.machine import machine
 from tests.kit.failover import DEADLINE_S, FAILOVER_LANES
 from tests.kit.lanes import Figures, Lane, run
 from tests.kit.moving import ABANDON_S, TIMEOUT_S, MooncakeLane, NixlLane

@@ -155,6 +155,15 @@ def test_no_content_crashes_the_reader(tmp_path_factory: Any, content: bytes) ->
         read_trace(path)
 
 
+def test_a_line_that_is_no_text_is_said(path: Path) -> None:
+    wrong = line(hash_ids=["a"]).encode().replace(b'"a"', b'"\xcea"') + b"\n"
+    path.write_bytes(wrong + line().encode())
+    with pytest.raises(TraceError, match=":1: not JSON"):
+        read_trace(path)
+    path.write_bytes(line().encode() + b"\n" + wrong)
+    assert read_trace(path).warnings == (f"{path}:2: the last line is cut: it was skipped",)
+
+
 @given(
     size=st.sampled_from([16, 48, 64, 112, 512, 784]),
     tokens=st.lists(st.integers(1, 9000), min_size=9),
@@ -180,6 +189,13 @@ def test_lengths_that_do_not_agree_are_a_warning(path: Path) -> None:
     trace = read_trace(path)
     assert trace.block_tokens == 64
     assert "blocks of 64 tokens agree with 1 of 2 requests" in trace.warnings[0]
+
+
+def test_a_prompt_longer_than_any_block_is_read(path: Path) -> None:
+    path.write_text(line(input_length=1_001_000, hash_ids=[2]) + "\n")
+    trace = read_trace(path)
+    assert trace.block_tokens == 512
+    assert "no number agrees with the lengths, so 512 is taken" in trace.warnings[0]
 
 
 def test_older_files_of_the_same_recording_are_read_first(path: Path) -> None:

@@ -330,6 +330,11 @@ def test_no_message_ends_a_feed(messages: list[Any]) -> None:
     assert feed.counts["batches"] == len(messages)
 
 
+def test_a_salt_is_bound_into_the_first_block_of_a_prompt_alone() -> None:
+    assert EngineEvent("BlockStored", cache_salt="s").extra == {0: ["s"]}
+    assert EngineEvent("BlockStored", cache_salt="s", parent_block_hash=7).extra == {}
+
+
 async def test_groups_of_windows_and_states_do_not_count() -> None:
     index = Index()
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}

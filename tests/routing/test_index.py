@@ -165,6 +165,10 @@ def test_equal_hashes_of_two_engines_stay_two_rows() -> None:
     index.stored("c", "GPU", [b"c[0, 0, 0, 1, 1]"])
     index.stored("b", "GPU", [b"b[0, 0, 1, 1, 1]"])
     assert index.rows == 2
+    for engine in ("b", "c"):
+        index.stored(engine, "GPU", [b"same"], tokens=[1, 2], block_size=2)
+    both = [Match("b", 2, {"GPU": 1}), Match("c", 2, {"GPU": 1})]
+    assert sorted(index.match([1, 2]), key=str) == both
 
 
 def test_a_block_reported_again_with_less_detail_keeps_its_place() -> None:

@@ -109,9 +109,11 @@ async def test_lost_and_damaged_blocks_are_told_apart(harm: Any, reason: Any) ->
     tier = FakeTier(store=await flushed((1, 2, 3)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
         harm(tier, cache.keys(1, 2)[1])
+        begun_s = asyncio.get_running_loop().time()
         for _ in range(2):  # the request that finds it, and a later one
             found = await missed(cache, cache.keys(1, 2, 3))
             assert found == (Missed("level1", reason, 2),)
+        assert asyncio.get_running_loop().time() < begun_s + 1.0, "it is not waited for"
 
 
 async def test_a_tier_that_fails_and_one_behind_its_breaker_are_told_apart() -> None:

@@ -74,6 +74,7 @@ async def test_a_block_that_expires_during_its_write_is_not_held() -> None:
         holding.let_go()
         await cache.settle()
         assert (known(cache, 1), cache.levels[0].places.taken) == (0, 0)
+        assert cache.levels[0].stats.stored == 0, "it is not announced either"
 
 
 @pytest.mark.parametrize("found", [True, False])

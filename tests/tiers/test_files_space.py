@@ -190,13 +190,32 @@ async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -
     assert disk.files() == before
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"magic": "x"}', b'{"magic": "x", "version": 9}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b'{"magic": "x"}',
+        b'{"magic": "x", "version": 9}',
+        sealed(b'{"magic": "x", "a": ' + b"[" * 50_000),
+    ],
+)
 async def test_a_damaged_meta_file_costs_no_block(disk: FakeDisk, new: New, damage: bytes) -> None:
     machine = new()
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0), (1, 3))
     await tier.aclose()
     disk.put(machine.home / "META", damage)
+    await machine.check(all_kept=True)
+
+
+async def test_a_meta_file_with_another_number_costs_no_block(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0), (1, 3))
+    await tier.aclose()
+    path = machine.home / "META"
+    disk.put(path, disk.content(path).replace(b'"stride":', b'"stride":1'))
     await machine.check(all_kept=True)
 
 

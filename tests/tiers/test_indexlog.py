@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
-from kvladder.tiers.files.log import RECORD_BYTES, IndexLog, kept_of, tag_of
+from kvladder.tiers.files.log import READ_RECORDS, RECORD_BYTES, IndexLog, kept_of, tag_of
 from kvladder.tiers.label import NO_FACTS, Facts, RecoveredBlock
 from tests.kit.disk import FakeDisk
 
@@ -163,6 +163,21 @@ def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     assert found(disk) == [item(1), item(4)]
 
 
+def test_records_behind_reserved_space_do_not_come_back(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.put([item(1)])
+    log.number(4 * READ_RECORDS)
+    log.put([item(5)])
+    log.close()
+    data, hole = disk.content(PATH), bytes(2 * READ_RECORDS * RECORD_BYTES)
+    disk.put(PATH, data[: 2 * RECORD_BYTES] + hole + data[2 * RECORD_BYTES :])
+    log, items = opened(disk)
+    assert items == [item(1)]
+    log.put([item(2)] * 2 * READ_RECORDS)  # as many as there was room for
+    log.close()
+    assert found(disk) == [item(1), item(2)]
+
+
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"something else" * 99])
 def test_a_log_without_a_header_is_restarted(disk: FakeDisk, damage: bytes) -> None:
     disk.put(PATH, damage)
@@ -274,6 +289,23 @@ def test_records_appended_during_a_compaction_are_kept(disk: FakeDisk) -> None:
     log.put([item(31)])
     log.close()
     assert found(disk) == [live[0], live[2], item(30), item(31)]
+
+
+def test_a_removal_that_was_synced_during_a_compaction_survives_a_power_loss(
+    disk: FakeDisk,
+) -> None:
+    log, _ = opened(disk)
+    log.put([item(1), item(2), item(3)])
+    log.sync()
+
+    def stopped() -> bool:
+        log.remove([item(2)])
+        log.sync()
+        return False
+
+    log.compact(stopped)
+    disk.crash("zero")
+    assert found(disk) == [item(1), item(3)]
 
 
 def test_a_compaction_stops_on_request(disk: FakeDisk) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -513,6 +514,39 @@ def test_no_far_end_harms_a_client(data):
             assert await near.get(4) == [True]
 
     sim_run(fuzzed())
+
+
+async def test_impossible_contents_of_messages_are_refused():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0, 1)
+        here, keys = near.line.here, near.key(0) + near.key(1)
+        endless = Facts()._replace(expires_wall_s=float("nan"))
+        for message, kind, why in (
+            (partial(m.Get, keys=keys, slots=[3, 3]), m.Got, "named twice"),
+            (partial(m.Get, keys=keys, slots=[3, 999]), m.Got, "does not have"),
+            (partial(m.Lookup, keys=near.key(0) * 2), m.Found, "duplicate keys"),
+            (
+                partial(m.Offer, keys=near.key(2), lengths=[SIZE], facts=[endless]),
+                m.Grant,
+                "expiry",
+            ),
+        ):
+            with pytest.raises(TierError, match=why):
+                await here._asked(message(here._number()), kind)
+        assert fabric.exporter.gauges()["messages_refused"] == 4
+        assert await near.get(0, 1) == [True, True]
+    for area in ((4096, SIZE - 1, 16), (4096, SIZE, 0), (4096, 1 << 40, 16)):
+        with pytest.raises(m.WireError, match="cannot hold blocks"):
+            m.area_in(area, SIZE)
+
+
+@pytest.mark.parametrize("decode", [m.request, m.reply])
+def test_a_message_that_is_nested_too_deeply_is_refused(decode):
+    for whole in (m.frame(m.Ping(1)), m.frame(m.Pong(1, known=True))):
+        many = whole[:1] + bytes([whole[1] + 1]) + whole[2:]  # one element more
+        with pytest.raises(m.WireError):
+            decode(many + b"\x91" * 100_000 + b"\xc0")
 
 
 @given(frames(REQUESTS | REPLIES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,20 @@ class TestParts(Values):
             assert {self.run("TTL", key + tail) for tail in (b"", b":1", b":2")} == {-1}
         await blocks.remove(tier, items)
         assert self.run("DBSIZE") == 0
+
+    async def test_the_part_that_makes_a_block_visible_is_stored_last(
+        self, tier, blocks, monkeypatch
+    ):
+        sent, run = list[bytes](), tier._run
+
+        async def watched(commands, *more, **named):
+            made = [one.parts() for one in commands if callable(one.parts)]
+            sent.extend(b"".join(map(bytes, parts))[:200] for parts in made)
+            return await run(commands, *more, **named)
+
+        monkeypatch.setattr(tier, "_run", watched)
+        await blocks.put(tier, 0)
+        assert [re.findall(rb"}(:\d)?\r\n", one)[0] for one in sent] == [b":2", b":1", b""]
 
     async def test_short_blocks_have_fewer_parts(self, tier, blocks):
         coding = Coding(1 << 20, packed_step(1, b"cut"))

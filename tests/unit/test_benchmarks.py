@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from benchmarks import __main__ as command
-from benchmarks import bench_vllm, gpu, gpu_parts
+from benchmarks import bench_vllm
 from benchmarks.row import HEADINGS, Row, cells, markdown, plain
 
 
@@ -96,55 +93,3 @@ def test_the_scheduler_half_is_measured_as_it_runs(monkeypatch):
         *[f"scheduler {part}, 64 blocks" for part in bench_vllm.PARTS],
         "scheduler repeated poll",
     ]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_a_device_each_part_for_one_is_skipped_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu.main(["--out", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    for part in gpu.parts():
-        assert f"{part.name}: skipped: there is no " in told
-    [written] = tmp_path.glob("*-gpu-none.md")
-    assert "there is no CUDA device" in written.read_text()
-    told = json.loads(written.with_suffix(".json").read_text())
-    assert len(told["parts"]) == len(gpu.parts())
-
-
-def test_a_failing_part_is_named_and_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "missing", lambda part: "")
-    row = Row(name="copy", unit="GB/s", ours=1.0)
-
-    def fails() -> list[Row]:
-        raise RuntimeError("an illegal address")
-
-    wanted = [gpu.Part("bad", fails), gpu.Part("good", lambda: [row])]
-    rows, outcomes = gpu.run(wanted, 1.0)
-    assert rows == [row]
-    assert [one.state for one in outcomes] == [
-        "failed: RuntimeError('an illegal address')",
-        "passed",
-    ]
-    _, [late] = gpu.run(wanted[1:], 0.0)
-    assert late.state == "skipped: 0 minutes are over"
-    assert "good: skipped" in capsys.readouterr().out
-
-
-def test_every_part_for_a_device_has_its_function() -> None:
-    assert all(callable(getattr(gpu_parts, name)) for name in gpu.NAMES.values())
-
-
-@pytest.mark.slow
-def test_the_rows_of_models_run_at_a_tiny_size_without_a_device(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert gpu.main(["--dry"]) == 0
-    told = capsys.readouterr().out
-    for name in gpu.MODELS:
-        assert f"{name}: passed" in told
-    for way in ("host, whole, BLHNC", "host, by layer, LBHNC", "files"):
-        assert f"first token of 128 tokens from {way}" in told
-    assert "written to" not in told

@@ -462,6 +462,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "wrong type": (framed(msgspec.msgpack.encode(["Cancel", "1"])), ""),
     "no text": (framed(b"\x94\xa4Call\x01\xa1\xff\x90"), ""),
     "more": (framed(frame(Cancel(1))[4:] + b"\0"), ""),
+    "deep": (framed(b"\x94\xa4Call\x01\xa1x" + b"\x91" * 100_000 + b"\xc0"), "too deeply"),
     "twice": (frame(Call(9, "wait", msgspec.Raw(b"\x91\xa1x"))) * 2, "two calls have the number 9"),
 }
 
@@ -575,10 +576,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
     def answers(self) -> int: ...  # type: ignore[empty-body]
 
-    return {
-        function.__name__: function
-        for function in (untyped, no_result, default, named, many, answers)
-    }
+    return {one.__name__: one for one in (untyped, no_result, default, named, many, answers)}
 
 
 @pytest.mark.parametrize("name", methods())

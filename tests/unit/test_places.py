@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.records.places import FULL_RETRY_S, PlaceAllocator
 
 
 def test_places_are_given_out_lowest_neighbours_first_and_never_twice() -> None:
@@ -52,6 +52,12 @@ def test_a_full_medium_limits_the_places_and_is_tried_again_later() -> None:
     places.unlimit()
     assert places.free == 8
     assert places.take(8) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert places.full([9], 100.0, all_free=False)
+    places.retry(100.0 + FULL_RETRY_S - 0.1)
+    assert places.limited
+    places.retry(100.0 + FULL_RETRY_S)
+    assert not places.limited
+    assert not places.full([8], 200.0, all_free=False), "it was full not long ago"
     places.check()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
+from kvladder.forgetting.check import Looker
 from kvladder.forgetting.ledger import PurgeLedger, read_keys
 from kvladder.forgetting.receipt import LevelResult, Receipt, Signer, read_receipt
 from kvladder.forgetting.scope import PurgeScope
@@ -38,6 +39,15 @@ def receipt(**options: Any) -> Receipt:
         scope={"kind": "all"},
         **options,
     )
+
+
+def test_blocks_that_this_deployment_did_not_save_leave_a_check_unsure() -> None:
+    looker = Looker(receipt(), [], None)
+    assert looker.judged("host", "", owed=False).finding == "clean"
+    looker.take([key(1), key(2)])
+    found = looker.judged("far", "", owed=False)
+    assert (found.finding, found.unknown, found.left) == ("unsure", 2, 0)
+    assert looker.judged("far", "it cannot tell", owed=False).finding == "unsure"
 
 
 # ---- scopes
@@ -210,6 +220,18 @@ def told(one: tuple[int, ...], end: tuple[int, ...], parents: Parents) -> int:
         return KEEP
     parent = parents.get(one)
     return UNKNOWN if parent is None else told(parent, end, parents)
+
+
+def test_the_table_tells_what_descends_from_the_last_of_some_blocks_and_what_is_newer() -> None:
+    table = Lineage(0)
+    table.note([key(1), key(1, 1), key(1, 1, 1)], range(3), START, 1.0)
+    table.note([key(1, 2)], [0], key(1), 1.0)
+    judge = table.descends([key(1), key(1, 1)])
+    asked = [key(1), key(1, 1), key(1, 1, 1), key(1, 2)]
+    assert judge(asked).tolist() == [MATCH, MATCH, MATCH, KEEP]
+    mark = table.mark
+    table.note([key(3)], [0], START, 2.0)
+    assert table.until(mark)([key(1), key(3)]).tolist() == [MATCH, KEEP]
 
 
 def test_the_table_survives_its_process_and_a_change_of_size(tmp_path: Path) -> None:

@@ -186,8 +186,9 @@ def test_the_environment_is_above_the_file_and_the_engine_above_both(load):
         "KVLADDER__EVENTS__MAX": "5",
         "KVLADDER_SALT": "not a setting",
     }
-    config = load(text, env=env, overrides={"block": {"tokens": 3}})
+    config = load(text, env=env, overrides={"block": {"tokens": 3}, "fetch": {}})
     assert (config.block.tokens, config.arena.size_bytes, config.events.max) == (3, 2 << 30, 5)
+    assert config.fetch.deadline_s == 1, "an empty section replaces nothing"
     (level,) = config.levels
     assert (level.capacity_bytes, level.breaker.retry_s, level.codecs) == (6 << 30, 3, ())
     origins = {row.path: row.origin for row in config.rows()}

@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_hexdigest
@@ -50,6 +50,9 @@ ASIDE = {f"{name}.tmp" for name in (META_NAME, LOG_NAME, FIELDS_NAME, *STATE_NAM
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Space = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_DAMAGED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
 """Longest wait in seconds for the path's lock; another process holds it while it drops segments."""
@@ -124,12 +127,12 @@ class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     magic: str = MAGIC
     version: int = VERSION
-    namespace: str
-    block_bytes: int
-    stride: int
+    namespace: Space
+    block_bytes: Count
+    stride: Count
     """Bytes from one block's header to the next header."""
-    segment_places: int
-    capacity_blocks: int
+    segment_places: Count
+    capacity_blocks: Count
 
     @classmethod
     def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> DirectoryMeta:
@@ -192,12 +195,10 @@ def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
         if found.magic != MAGIC:
             return None
         require_known(path, found.version, VERSION)
-        return (
-            found.version
-            if found.version < VERSION
-            else msgspec.json.decode(line, type=DirectoryMeta)
-        )
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        if found.version < VERSION:
+            return found.version
+        return msgspec.json.decode(line, type=DirectoryMeta)
+    except (*_DAMAGED, FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -245,8 +246,7 @@ def exclusive(disk: Disk, path: Path) -> Generator[None]:
     """Hold the path's lock: meanwhile no other process takes directories or space below it."""
     tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
     while (fd := _locked(disk, path)) is None:
-        tries -= 1
-        if tries <= 0:
+        if (tries := tries - 1) <= 0:
             raise OSError(errno.EAGAIN, "another process keeps it locked", str(path / LOCK_NAME))
         Event().wait(_LOCK_STEP_S)
     try:

@@ -221,7 +221,7 @@ def _decoded(data: bytes, decoder: Any) -> Any:
         raise WireError(f"it uses {said} of the protocol, but this end uses version {VERSION}")
     try:
         return decoder.decode(memoryview(data)[1:])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"it does not keep to the protocol: {error}") from error
 
 

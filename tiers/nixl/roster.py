@@ -55,6 +55,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 _entry: Final = msgspec.json.Decoder(Entry)
 
 
+def entries(raw: Mapping[bytes, bytes]) -> dict[str, Entry]:
+    """Return the valid announcements of a list, by name; others are left out."""
+    found: dict[str, Entry] = {}
+    for field, value in raw.items():
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            name = msgspec.convert(field.decode(), Name)
+            if len(value) <= ENTRY_BYTES_MAX:
+                found[name] = _entry.decode(value)
+    return found
+
+
 def require_url(url: str) -> None:
     """Raise ConfigError unless ``url`` is a valid URL of a Redis; the message does not quote it."""
     try:
@@ -142,12 +153,7 @@ class Roster:
                         f"{self.where}: {count} far ends, expected {ENTRIES_MAX} or fewer"
                     )
                 raw: Mapping[bytes, bytes] = await self._redis.hgetall(self._key)
-        found: dict[str, Entry] = {}
-        for field, value in raw.items():
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                name = msgspec.convert(field.decode(), Name)
-                if len(value) <= ENTRY_BYTES_MAX:
-                    found[name] = _entry.decode(value)
+        found = entries(raw)
         self.ignored = len(raw) - len(found)
         return seconds + micros / 1e6, found
 

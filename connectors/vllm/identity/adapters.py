@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 import torch
 
+from kvladder.connectors.digests import digest
 from kvladder.connectors.vllm.identity.seen import Seen, Wanted
-from kvladder.connectors.weights import digest
 from kvladder.notices import Notices
 
 MANAGER: Final = "vllm.lora.worker_manager"

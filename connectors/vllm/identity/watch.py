@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 
 from kvladder.connectors.vllm.identity.adapters import Adapters
+from kvladder.connectors.vllm.identity.loaded import Loaded
 from kvladder.connectors.vllm.identity.seen import Seen, Wanted
-from kvladder.connectors.vllm.identity.weights import Loaded
 from kvladder.notices import Notices
 
 BLIND_STEPS_MAX = 1024

@@ -76,7 +76,7 @@ class RunningCache:
         status, text = self._send(method, path, body, timeout_s)
         try:
             reply = msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise NotAnswering(f"not JSON: {error}", path=self.name, hint=HINT) from error
         if status != HTTPStatus.OK:
             raise ConfigError(str(reply.get("error", status)), path=self.name)

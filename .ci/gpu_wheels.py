@@ -1,0 +1,50 @@
+"""Download the wheels that ``make gpu`` needs beside torch and NumPy: ``python .ci/gpu_wheels.py``.
+
+For a machine without a network, with Python 3.12 on x86-64; ``--python 3.13`` is for another one.
+``benchmarks/README.md`` says how to use them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+THERE = {"numpy", "kvladder"}
+"""What the machine has, or has in the checkout."""
+GLIBC = range(39, 16, -1)
+"""Minor versions of the C library whose wheels are taken: pip matches each tag exactly."""
+
+
+def wanted() -> list[str]:
+    """Return the requirements of kvladder, and of its tests, as pyproject.toml has them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *extras["redis"], *extras["testing"]]
+    names = [re.split(r"[^\w.-]", one)[0] for one in every]  # before extras and versions
+    return [one for name, one in zip(names, every, strict=True) if name not in THERE]
+
+
+def main() -> int:
+    """Download; return pip's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".whl")
+    parser.add_argument("--python", default="3.12", help="version of Python on that machine")
+    arguments = parser.parse_args()
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+    command += ["--python-version", arguments.python, "--implementation", "cp"]
+    command += [f"--platform={one}" for one in platforms]
+    command += ["-d", str(arguments.folder), *wanted()]
+    found = subprocess.run(command, check=False)  # noqa: S603 - its parts are from pyproject.toml
+    sizes = [path.stat().st_size for path in arguments.folder.glob("*.whl")]
+    print(f"{len(sizes)} wheels of {sum(sizes) / 2**20:.1f} MiB in {arguments.folder}")
+    return found.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
