@@ -238,24 +238,6 @@ def test_pools_get_the_memory_that_settings_give_them(
         assert [pool.blocks for pool in cache.pools] == parts
 
 
-def test_memory_for_page_tables_of_the_arena_is_left_free_on_cuda() -> None:
-    """The tensors are in main memory, so that the division of a CUDA device can be made here."""
-    stack = {"arena": {"size": "8 MiB"}, "tiers": [{"name": "host", "type": "host"}]}
-
-    def zeros(name: str, count: int, size: int) -> torch.Tensor:
-        return torch.zeros(count, size, dtype=torch.uint8)
-
-    sizes = {"cpu": 0, "cuda": 0}
-    for where in [*sizes]:
-        plan = CachePlan([Layer("0", 4, 16, "float32")], block_tokens=4, max_tokens=32)
-        given: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000, "allocate": zeros}
-        with open_device(stack, plan, device=where, **given) as cache:
-            sizes[where] = cache.division.memory
-            told = "page tables of the registered arena: up to 16 KiB beside the pools"
-            assert (told in cache.describe()) == (where == "cuda")
-    assert sizes == {"cpu": 900_000, "cuda": int(0.9 * (1_000_000 - (8 << 20) // 4096 * 8))}
-
-
 def test_a_plan_states_the_result_of_each_setting_once(tmp_path: Path) -> None:
     layers = [Layer("0", 4, 16, "float32")]
     options: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000}
