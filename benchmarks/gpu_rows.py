@@ -93,8 +93,9 @@ def _copying(model: Decoder) -> Generator[Copier]:
     arena = Arena.create(model.blocks, model.shape.block_bytes)
     copier = copier_for(BlockPages.of(model.tensors, blocks=model.blocks), arena)
     try:
-        while arena.admitted < arena.slots:
+        while not copier.settled:
             sleep(0.01)
+        assert arena.admitted == arena.slots, "slots are not registered: the log has the reason"
         yield copier
     finally:
         copier.close()
@@ -276,7 +277,7 @@ def _ways(copier: Copier) -> Iterator[str]:
     yield "by copy engines"
     if kernel:
         device.small_bytes = ANY_BYTES
-        yield "by a kernel"
+        yield "loads by a kernel"
         device.small_bytes = kernel
 
 
