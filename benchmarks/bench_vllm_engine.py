@@ -32,8 +32,10 @@ Prompts = list[list[int]]
 class Engine:
     """An engine in a child process."""
 
-    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path) -> None:
-        spec = {"model": str(model), "transfer": transfer, "engine": {}}
+    def __init__(
+        self, model: Path, transfer: dict[str, Any] | None, log: Path, **engine: Any
+    ) -> None:
+        spec = {"model": str(model), "transfer": transfer, "engine": engine}
         env = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -69,7 +69,8 @@ class Child:
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve all prompts at once.
 
-        Returns the total seconds, the seconds of each step, and those until each first token.
+        Returns the total seconds, the seconds of each step, those until each first token, and the
+        answers.
         """
         from vllm import SamplingParams
 
@@ -78,8 +79,10 @@ class Child:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
         begun = time.perf_counter()
+        answers: dict[str, list[int]] = {}
         for prompt in prompts:
             self._count += 1
+            answers[f"r{self._count}"] = []
             engine.add_request(f"r{self._count}", {"prompt_token_ids": prompt}, sampling)
         steps: list[float] = []
         first: dict[str, float] = {}
@@ -87,9 +90,11 @@ class Child:
             before = time.perf_counter()
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begun)
+                answers[output.request_id] = list(output.outputs[0].token_ids)
             steps.append(time.perf_counter() - before)
         seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
+        found = {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
+        return {**found, "answers": [*answers.values()]}
 
     def hits(self) -> int:
         """Return the tokens that came from the connector, as vLLM counts them."""
@@ -99,6 +104,16 @@ class Child:
     def reset(self) -> bool:
         """Drop vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of our cache, once it has nothing left to write."""
+        whole = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        running = whole.scheduler.running
+        while True:
+            running.settle()
+            if not running.busy and running.connector.manager.idle():
+                return {**running.stats()}
+            time.sleep(0.01)
 
     def settle(self, seconds: float) -> None:
         """Sleep, so that pending writes can end."""
