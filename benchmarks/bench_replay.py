@@ -28,7 +28,7 @@ BLOCK_BYTES = 128 << 10
 """Bytes of a block of the model."""
 HOST, FILES, OWN = 24 << 20, 80 << 20, 16 << 20
 """Bytes of host memory, of files, and of vLLM's own KV cache."""
-REQUESTS = 200
+REQUESTS = 120
 TALKS = 24
 """Conversations that are open at a time."""
 PROMPT_MAX = 1500
@@ -65,7 +65,8 @@ def stack_of(folder: Path, host: int, files: int) -> dict[str, Any]:
 def served(model: Path, stack: dict[str, Any], at_once: int) -> dict[str, Any]:
     """Serve the conversations with a new engine; return what its cache counted."""
     log = model.with_name("engine.log")
-    engine = Engine(model, kvladder_with(stack), log, kv_cache_memory_bytes=OWN)
+    limits = {"kv_cache_memory_bytes": OWN, "max_model_len": 2048}
+    engine = Engine(model, kvladder_with(stack), log, **limits)
     assert engine.answer() == "ready"
     draw = Random(at_once)
     system = draw.choices(range(3, 1000), k=200)
