@@ -255,9 +255,10 @@ class _Replayer:
             await asyncio.sleep(left * token_s)
         if keys:
             manager.save(keys).commit()
-            manager.touch(keys)
-        if token_s is None:
+        if token_s is None:  # an engine writes while it computes, so before a request ends
             await self._settle(stack)
+        if keys:
+            manager.touch(keys)
 
     async def _settle(self, stack: TierStack) -> None:
         """Wait until blocks on their way down are written."""
