@@ -17,7 +17,6 @@ from kvladder.control.guard import Guard
 from kvladder.control.http import HttpConnection, HttpRequest, HttpResponse, as_json, refusal
 from kvladder.errors import ConfigError, TierError
 from kvladder.hints import protocol as hints
-from kvladder.hints.protocol import Envelope
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from kvladder.routing.feed import Feed
 from kvladder.routing.index import Index
@@ -296,7 +295,7 @@ def hint(data: bytes) -> None:
             assert len(order.keys or ()) <= hints.KEYS_MAX
 
 
-def _read(given: object) -> Envelope | None:
+def _read(given: object) -> hints.Envelope | None:
     try:
         return hints.read(given)
     except hints.RefusedHint as error:
