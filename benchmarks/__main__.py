@@ -12,13 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import HERE, RESULTS, machine
 from benchmarks.row import Row, markdown, plain
 from kvladder.report.charts import runs_page
 from kvladder.report.page import write
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 Rows = Callable[[], Iterable[Row]]
 
 

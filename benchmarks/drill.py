@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
-from benchmarks.__main__ import RESULTS
+from benchmarks.machine import RESULTS
 from kvladder.publishing.alerts import ALERTS, rules
 from kvladder.testing.redisserver import RedisServer, free_ports
 from tests.publishing.monitoring import Prometheus

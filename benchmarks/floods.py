@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from kvladder import Layout, open_cache
 from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError

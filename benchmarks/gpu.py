@@ -22,10 +22,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import RESULTS, machine
 from benchmarks.row import Row, markdown, plain
 
-RESULTS = Path(__file__).parent / "results"
 MINUTES = 4.5
 """Time limit for the parts of one call; a part that takes longer is ended."""
 LIBRARY = ("msgspec", "yaml", "xxhash", "aiofiles", "click", "h11", "zstandard", "packaging")

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 
 
 def machine() -> dict[str, str]:

@@ -84,22 +84,22 @@ class Child:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
         begun = time.perf_counter()
+        answers: dict[str, list[int]] = {}
         for prompt in prompts:
             self._count += 1
+            answers[f"r{self._count}"] = []
             engine.add_request(f"r{self._count}", {"prompt_token_ids": prompt}, sampling)
         steps: list[float] = []
         first: dict[str, float] = {}
-        made: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             before = time.perf_counter()
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter() - begun)
-                made[output.request_id] = list(output.outputs[0].token_ids)
+                answers[output.request_id] = list(output.outputs[0].token_ids)
             steps.append(time.perf_counter() - before)
         seconds = time.perf_counter() - begun
-        answers = [made[name] for name in sorted(made, key=lambda name: int(name[1:]))]
         found = {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
-        return found | {"tokens": answers}
+        return found | {"tokens": [*answers.values()]}
 
     def runner(self) -> str:
         """Return the module of the model runner that vLLM chose."""
@@ -114,6 +114,16 @@ class Child:
     def reset(self) -> bool:
         """Drop vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of our cache, once it has nothing left to write."""
+        whole = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        running = whole.scheduler.running
+        while True:
+            running.settle()
+            if not running.busy and running.connector.manager.idle():
+                return {**running.stats()}
+            time.sleep(0.01)
 
     def settle(self, seconds: float) -> None:
         """Sleep, so that pending writes can end."""

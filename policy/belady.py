@@ -10,19 +10,25 @@ NEVER: Final = 1 << 60
 
 
 def belady(
-    requests: Sequence[Sequence[int]], unique: int, capacity: int, *, counted_from: int = 0
+    requests: Sequence[Sequence[int]],
+    unique: int,
+    capacity: int,
+    *,
+    counted_from: int = 0,
+    used: Sequence[Sequence[int]] | None = None,
 ) -> int:
     """Return the hits, leading blocks of prompts, of a cache that knows the future.
 
     It evicts the block used furthest in the future, of one request the last one. Blocks are
-    numbered below ``unique``. Hits of requests before number ``counted_from`` only warm it up.
+    numbered below ``unique``. Hits of requests before number ``counted_from`` only warm it up. It
+    may keep the blocks that each request ``used``; None stands for those that it asked for.
     """
+    used = requests if used is None else used
     upcoming = [NEVER] * unique
     uses: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):
-        blocks = requests[number]
-        uses.append([upcoming[block] for block in blocks])
-        for block in blocks:
+        uses.append([upcoming[block] for block in used[number]])
+        for block in requests[number]:
             upcoming[block] = number
     uses.reverse()
     kept: dict[int, tuple[int, int]] = {}
@@ -33,7 +39,7 @@ def belady(
             if block not in kept:
                 break
             hits += 1
-        for depth, (block, then) in enumerate(zip(blocks, nexts, strict=True)):
+        for depth, (block, then) in enumerate(zip(used[number], nexts, strict=True)):
             if then == NEVER:  # never used again
                 kept.pop(block, None)
                 continue

@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.__main__ import RESULTS
 from benchmarks.clients.inputs import MODEL, conversations, make_hub, make_model, write_trace
 from benchmarks.clients.programs import HUB, PROGRAMS, TRACE, Program, Unreadable
 from benchmarks.clients.servers import ALONE, OURS, end, started
 from benchmarks.clients.turns import ClientFailed, Outcome, Resettable, in_turns
 from benchmarks.foreign import Absent
-from benchmarks.machine import machine
+from benchmarks.machine import RESULTS, machine
 
 FIGURES = (("p50_ms", "p50, ms"), ("p99_ms", "p99, ms"), ("tokens_per_s", "tokens/s"))
 CHECKS = (

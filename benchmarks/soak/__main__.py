@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from benchmarks.soak.page import GIVEN_UP_S, Held, Outcome, Struck, html, markdown
 from benchmarks.soak.stage import Fault, Stage
 from benchmarks.soak.users import LAG_MAX, SoakServer, Teller, Users, Watcher, server

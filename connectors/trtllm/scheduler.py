@@ -58,6 +58,8 @@ class TrtllmRequest:
     """Fetch of the promised blocks, until they are being copied."""
     first: int = 0
     """Index within ``match`` of the first block that is wanted."""
+    asked: tuple[int, int] = (0, 0)
+    """Positions of the first block that the cache was asked for, and of the one after the last."""
     promised: range = range(0)
     """Positions of the blocks that come from us."""
     taken: int | None = None
@@ -141,6 +143,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         usable = (len(tokens) - 1) // cache.tokens  # one token is always computed
         if rest or first >= usable or not cache.complete:
             return 0
+        state.asked = first, usable
         wanted = self._named(state, usable)[first:]
         match = cache.manager.fetch(wanted, deadline_s=self._options.patience_s, salt=salt)
         match.wait()
@@ -281,7 +284,13 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         cache.settle()
         recorder, state = recorder_of(cache.manager), self._requests.get(request.request_id)
         if recorder is not None and state is not None:
-            recorder.finished(request.request_id, (), len(state.tokens) - state.prompt)
+            recorder.finished(
+                request.request_id,
+                (),
+                len(state.tokens) - state.prompt,
+                asked=state.asked,
+                answer=state.keys[state.prompt // cache.tokens : state.saved],
+            )
         self._forget(request.request_id)
         under_way = {one.job.id for one in cache.connector.saving}
         self._saving = {job: owner for job, owner in self._saving.items() if job in under_way}

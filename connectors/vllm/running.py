@@ -27,6 +27,7 @@ from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
+from kvladder.traces.recorder import Recorder
 from kvladder.traces.recording import recorder_of
 
 Tables = Sequence[Sequence[int]]
@@ -262,8 +263,7 @@ class RunningScheduler:
         if state is None:
             return None
         if self._recorder is not None:
-            output = request.num_tokens - request.num_prompt_tokens
-            self._recorder.finished(request.request_id, self._prompt(state), output)
+            self._record_end(self._recorder, request, state)
         self._answers.drop(state)
         if state.lookup_span is not None:  # aborted before vLLM had an answer
             state.lookup_span.ended(request.num_prompt_tokens, state.own, 0, ())
@@ -276,6 +276,18 @@ class RunningScheduler:
                 # blocks are saved head first; after this the tail is evicted first
                 self.connector.manager.touch(keys, session=state.policy.session)
         return answer_of(state)
+
+    def _record_end(self, recorder: Recorder, request: Any, state: RequestState) -> None:
+        """Record what a finished request has asked for, computed and saved."""
+        main, is_named = self._groups.main, self._answers.named(state)
+        first, saved = request.num_prompt_tokens // main.tokens, state.saved[main.index]
+        recorder.finished(
+            request.request_id,
+            self._prompt(state),
+            request.num_tokens - request.num_prompt_tokens,
+            asked=state.asked or (0, 0),
+            answer=state.keys(main, first, saved) if is_named and first < saved else (),
+        )
 
     def _prompt(self, state: RequestState) -> list[BlockKey]:
         """Return the keys of the main group's blocks of a prompt; none if they have no names."""

@@ -121,6 +121,8 @@ class Committer:
         if not self._ledger.index.labels:
             return []
         size, tokens, count = self._block_bytes, content.tokens, len(content.keys)
+        if count == 1:
+            return [tokens[:size]]
         whole = min(count, len(tokens) // size)
         labels: list[bytes] = [one for (one,) in iter_unpack(f"{size}s", tokens[: whole * size])]
         return labels + [tokens[at * size : (at + 1) * size] for at in range(whole, count)]

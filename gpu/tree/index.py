@@ -221,6 +221,10 @@ class PrefixIndex:
         ``tokens`` is as long as ``keys``, or empty if tokens are not kept.
         """
         nodes = self.nodes
+        if len(keys) == 1:  # as while decoding; the loops below would take twice as long
+            node = self._enter(above, keys[0], tokens[0] if tokens else b"")
+            self.place(node, slots[0])
+            return [node]
         made = nodes.take(len(keys))
         self._node.update(zip(keys, made, strict=True))
         scatter(nodes.key, made, keys)
@@ -253,13 +257,18 @@ class PrefixIndex:
 
     def know(self, above: Above, key: BlockKey, tokens: bytes) -> NodeId:
         """Add an unknown block that only a tier holds."""
+        node = self._enter(above, key, tokens)
+        self.colder.add(node)
+        return node
+
+    def _enter(self, above: Above, key: BlockKey, tokens: bytes) -> NodeId:
+        """Add an unknown block that is in no slot yet."""
         [node] = self.nodes.take(1)
         self._node[key] = node
         self.nodes.key[node] = key
         self.nodes.slot[node] = NO_SLOT
         self.nodes.parent[node] = NOWHERE if isinstance(above, bytes) else above
         self.nodes.tokens[node] = tokens
-        self.colder.add(node)
         if self._children is not None:
             if isinstance(above, bytes):
                 self._before[node] = above

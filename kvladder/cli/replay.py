@@ -160,9 +160,10 @@ def _bounds(trace: Trace, stack: StackConfig, block_bytes: int) -> dict[str, flo
     layout = Layout(trace.block_tokens, block_bytes)
     room = stack.arena_slots(layout)
     room += sum(level.capacity_blocks(layout) for level in stack.levels)
-    best = belady([one.blocks for one in trace.requests], trace.unique, room)
+    wanted, used = zip(*((one.wanted, one.used) for one in trace.requests), strict=True)
+    best = belady(wanted, trace.unique, room, used=used)
     return {
-        "Belady": best / trace.blocks,
+        "Belady": best / max(1, trace.blocks),
         "no limit": lru_hits(trace).ratio(float("inf")),
     }
 

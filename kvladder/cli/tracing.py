@@ -143,9 +143,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def summary_of(trace: Trace) -> str:
     """Return one line about a trace."""
+    own = f"; the engine had {trace.own} more itself" if trace.own else ""
     return (
         f"{trace.name}: {len(trace.requests)} requests in {trace.seconds:.0f} s, {trace.blocks}"
-        f" blocks of {trace.block_tokens} tokens, {trace.unique} different"
+        f" blocks of {trace.block_tokens} tokens, {trace.unique} different{own}"
     )
 
 
@@ -155,6 +156,7 @@ def about(trace: Trace) -> dict[str, Any]:
         "name": trace.name,
         "requests": len(trace.requests),
         "blocks": trace.blocks,
+        "own": trace.own,
         "unique": trace.unique,
         "block_tokens": trace.block_tokens,
         "seconds": trace.seconds,

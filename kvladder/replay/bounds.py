@@ -49,16 +49,17 @@ def lru_hits(trace: Trace, *, exact_max: int = EXACT_MAX) -> LruCurve:
     So a block is never used later than those before it, and hits are leading blocks.
     """
     total = trace.blocks
-    rate = min(1.0, exact_max / max(1, total))
+    rate = min(1.0, exact_max / max(1, sum(len(one.used) for one in trace.requests)))
     limit = int(rate * (1 << 64))
     follows = [rate == 1.0 or (n * _MIX) % (1 << 64) < limit for n in range(trace.unique)]
-    wanted = [[block for block in request.blocks if follows[block]] for request in trace.requests]
-    times = sum(map(len, wanted))
+    used = [[block for block in request.used if follows[block]] for request in trace.requests]
+    wanted = [[block for block in request.wanted if follows[block]] for request in trace.requests]
+    times = sum(map(len, used))
     tree, last = [0] * (times + 1), [0] * trace.unique
     distances: list[int] = []
     now = held = 0
-    for blocks in wanted:
-        for block in blocks:  # as of the request's begin
+    for asked, blocks in zip(wanted, used, strict=True):
+        for block in asked:  # as of the request's begin
             then = last[block]
             if not then:
                 continue
@@ -80,6 +81,6 @@ def lru_hits(trace: Trace, *, exact_max: int = EXACT_MAX) -> LruCurve:
                 tree[at] += 1
                 at += at & -at
     followed = sum(follows) / max(1, trace.unique)
-    share = times / total if total else 1.0
+    share = sum(map(len, wanted)) / total if total else 1.0
     found = np.sort(np.asarray(distances, np.int64))
     return LruCurve(found, total, followed or 1.0, share or 1.0)

@@ -77,6 +77,8 @@ class ReplayResult:
     evicted: dict[str, int] = field(default_factory=dict[str, int])
     refused: dict[str, int] = field(default_factory=dict[str, int])
     """Left out by ``admit: adaptive``."""
+    missed: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Blocks that were asked for and not found, by level and reason, as ``stats`` has them."""
     unsaved: int = 0
     """Blocks that found no room, or waited for none."""
     wait_s: float = 0.0
@@ -101,7 +103,7 @@ class ReplayResult:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         names = ("policy", "requests", "asked", "hits", "written", "written_bytes", "evicted")
-        found = {name: getattr(self, name) for name in (*names, "refused")}
+        found = {name: getattr(self, name) for name in (*names, "refused", "missed")}
         more = {"unsaved": self.unsaved, "wait_s": self.wait_s, "virtual_s": self.virtual_s}
         return {**found, "ratio": self.ratio, "saved_s": self.saved_s, **more}
 
@@ -178,6 +180,7 @@ class _Replayer:
             await self._serve(request, manager, stack)
         progress(len(requests), len(requests))
         result.virtual_s = loop.time()
+        await self._settle(stack)
         self._count(manager)
         await stack.aclose(flush_timeout_s=0)
         return result
@@ -231,27 +234,31 @@ class _Replayer:
         """Look up, fetch, compute and save one request's blocks."""
         result, loop, token_s = self._result, asyncio.get_running_loop(), self._settings.token_s
         result.requests += 1
-        result.asked += len(request.blocks)
-        keys = [self._keys[block] for block in request.blocks]
-        hit = 0
-        if keys:
+        keys = [self._keys[block] for block in request.used]
+        wanted = [self._keys[block] for block in request.wanted]
+        result.asked += len(wanted)
+        here = own = 0 if request.asked is None else request.asked[0]
+        if wanted:
             begun_s = loop.time()
-            tokens = len(keys) * self._trace.block_tokens
-            fetch = manager.fetch(keys, saves=AvoidedCompute(tokens))
+            tokens = len(wanted) * self._trace.block_tokens
+            fetch = manager.fetch(wanted, saves=AvoidedCompute(tokens))
             while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
                 await asyncio.sleep(POLL_S)
             result.wait_s += loop.time() - begun_s
-            hit = fetch.blocks
+            here += fetch.blocks
             self._hits.update(fetch.sources)
             fetch.release()
+        if own:
+            manager.touch(keys[:own])
         if token_s is not None:
-            left = max(0, request.input_tokens - hit * self._trace.block_tokens)
+            left = max(0, request.input_tokens - here * self._trace.block_tokens)
             await asyncio.sleep(left * token_s)
         if keys:
             manager.save(keys).commit()
-            manager.touch(keys)
-        if token_s is None:
+        if token_s is None:  # an engine writes while it computes, so before a request ends
             await self._settle(stack)
+        if keys:
+            manager.touch(keys)
 
     async def _settle(self, stack: TierStack) -> None:
         """Wait until blocks on their way down are written."""
@@ -263,6 +270,7 @@ class _Replayer:
 
     def _count(self, manager: CacheManager) -> None:
         result, stats = self._result, manager.stats()
+        result.missed = stats["misses"]["blocks"]
         for level in (self._config.host, *self._config.levels):
             counts: Mapping[str, Any] = stats[level.name]
             result.hits[level.name] = self._hits[level.name]

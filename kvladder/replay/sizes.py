@@ -99,7 +99,7 @@ class SizePlan:
         self._trace = trace
         self._hits = hits
         self.settings = settings
-        self.asked = trace.blocks
+        self.asked = max(1, trace.blocks)
         longest = max(len(one.blocks) for one in trace.requests)
         self.least = max(settings.batch, PROMPTS_MIN * longest)
         """Least memory in blocks: with less, a long prompt could not be loaded as a whole."""

@@ -2,7 +2,9 @@
 
 Each line has ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), and
 ``hash_ids``: one id for each block of the prompt, which stands for the whole prefix up to there.
-Ids are integers of any size, or text.
+Ids are integers of any size, or text. A recording of ours may have two more: ``asked``, the
+positions of the first block that the engine asked the cache for, and of the one after the last; and
+``output_hash_ids``, the ids of the blocks that it saved beyond the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from math import isfinite
@@ -34,6 +36,7 @@ TOKENS_MAX: Final = 1 << 40
 SHOWN_MAX: Final = 60
 NO_LINE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of decoding a line that is wrong, or has numbers of more than 64 bits."""
+_ASKED: Final = "expected two positions in hash_ids, such as [0, 3]"
 
 
 class TraceError(ConfigError):
@@ -49,6 +52,21 @@ class TraceRequest(NamedTuple):
     output_tokens: int
     blocks: Sequence[int]
     """Numbers of its prompt's blocks; the same block has the same number in the whole trace."""
+    asked: tuple[int, int] | None = None
+    """Positions in ``blocks`` of the first that the engine asked the cache for, and of the one
+    after the last; None if that is not known: then it asked for all."""
+    answer: Sequence[int] = ()
+    """Numbers of the blocks that the engine saved beyond the prompt."""
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """Numbers of the blocks that the engine asked the cache for."""
+        return self.blocks if self.asked is None else self.blocks[slice(*self.asked)]
+
+    @property
+    def used(self) -> Sequence[int]:
+        """Numbers of all its blocks, those of the answer last."""
+        return [*self.blocks, *self.answer] if self.answer else self.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +83,13 @@ class Trace:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that all requests ask for together."""
-        return sum(len(one.blocks) for one in self.requests)
+        """Number of blocks that all requests ask the cache for together."""
+        return sum(len(one.wanted) for one in self.requests)
+
+    @property
+    def own(self) -> int:
+        """Number of blocks that the engine had itself, as far as the trace tells."""
+        return sum(one.asked[0] for one in self.requests if one.asked is not None)
 
     @property
     def seconds(self) -> float:
@@ -79,6 +102,8 @@ class _Line(msgspec.Struct):
     input_length: int
     hash_ids: list[int | str]
     output_length: int = -1
+    asked: tuple[int, int] | None = None
+    output_hash_ids: list[int | str] = []
 
 
 @dataclass(slots=True)
@@ -224,11 +249,12 @@ def _add(line: bytes, reading: _Reading, where: str, *, last: bool) -> None:
     _check_values(found, where)
     if found.output_length < 0:
         reading.warn("no output_length: 0 is taken")
-    numbers = _numbered(found.hash_ids, reading)
-    answer = max(0, found.output_length)
-    reading.requests.append(
-        TraceRequest(found.timestamp / 1000, found.input_length, answer, numbers)
-    )
+    numbers = _numbered([*found.hash_ids, *found.output_hash_ids], reading)
+    end = len(found.hash_ids)
+    prompt, answer = numbers[:end], numbers[end:]
+    output = max(0, found.output_length)
+    at_s, length = found.timestamp / 1000, found.input_length
+    reading.requests.append(TraceRequest(at_s, length, output, prompt, found.asked, answer))
 
 
 class _Cut(Exception):
@@ -256,16 +282,31 @@ def _slowly(text: bytes, where: str) -> _Line:
         if name != "timestamp" and value != (isfinite(value) and int(value)):
             hint = "expected a whole number of tokens"
             raise TraceError(f"{name}: {_shown(value)}", file=where, hint=hint)
-    ids: Any = entry["hash_ids"]
+    ids, more = (_ids(entry, name, where) for name in ("hash_ids", "output_hash_ids"))
+    output = int(entry["output_length"]) if "output_length" in entry else -1
+    asked = _asked(entry["asked"], where) if "asked" in entry else None
+    return _Line(entry["timestamp"], int(entry["input_length"]), ids, output, asked, more)
+
+
+def _ids(entry: Mapping[str, Any], name: str, where: str) -> list[int | str]:
+    """Return a list of ids, empty if there is none."""
+    ids: Any = entry.get(name, [])
     if not is_list(ids):
-        what = f"hash_ids: {_kind(ids)} {_shown(ids)}"
+        what = f"{name}: {_kind(ids)} {_shown(ids)}"
         raise TraceError(what, file=where, hint="expected a list of ids")
     for at, one in enumerate(ids):
         if isinstance(one, bool) or not isinstance(one, int | str):
-            what = f"hash_ids[{at}]: {_kind(one)} {_shown(one)}"
+            what = f"{name}[{at}]: {_kind(one)} {_shown(one)}"
             raise TraceError(what, file=where, hint="expected a number or text, and no hole")
-    output = int(entry["output_length"]) if "output_length" in entry else -1
-    return _Line(entry["timestamp"], int(entry["input_length"]), cast("Any", ids), output)
+    return cast("list[int | str]", ids)
+
+
+def _asked(value: Any, where: str) -> tuple[int, int]:
+    """Return two positions."""
+    both = [type(one) is int for one in value] if is_list(value) else []
+    if both != [True, True]:
+        raise TraceError(f"asked: {_shown(value)}", file=where, hint=_ASKED)
+    return cast("tuple[int, int]", tuple(value))
 
 
 def _check_values(found: _Line, where: str) -> None:
@@ -279,6 +320,9 @@ def _check_values(found: _Line, where: str) -> None:
     if not -1 <= found.output_length <= TOKENS_MAX:
         hint = "expected a number of tokens, 0 or more"
         raise TraceError(f"output_length: {_shown(found.output_length)}", file=where, hint=hint)
+    if found.asked is not None and not 0 <= found.asked[0] <= found.asked[1] <= len(found.hash_ids):
+        what = f"asked: {_shown([*found.asked])} of {len(found.hash_ids)} hash_ids"
+        raise TraceError(what, file=where, hint=_ASKED)
 
 
 def _numbered(ids: Sequence[int | str], reading: _Reading) -> array[int]:

@@ -33,6 +33,8 @@ _encode: Final = msgspec.json.Encoder().encode
 
 Kind = Literal["asked", "arrived", "finished"]
 Keys = Sequence[BlockKey]
+Asked = tuple[int, int]
+"""Positions of the first block that is asked for, and of the one after the last."""
 
 
 class _RecordEvent(NamedTuple):
@@ -41,6 +43,8 @@ class _RecordEvent(NamedTuple):
     request: Hashable
     keys: Keys
     tokens: int
+    asked: Asked | None = None
+    answer: Keys = ()
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class _OpenLine:
     keys: Keys
     input_tokens: int
     output_tokens: int = 0
+    asked: Asked | None = None
+    answer: Keys = ()
     is_over: bool = False
 
 
@@ -139,12 +145,26 @@ class Recorder:
         self._names_requests = True
         self._put(_RecordEvent("arrived", self._now(), request, keys, tokens))
 
-    def finished(self, request: Hashable, keys: Keys, output_tokens: int) -> None:
-        """Record that a request has finished; ``keys`` count if it had none when it arrived."""
-        self._put(_RecordEvent("finished", self._now(), request, keys, output_tokens))
+    def finished(
+        self,
+        request: Hashable,
+        keys: Keys,
+        output_tokens: int,
+        *,
+        asked: Asked | None = None,
+        answer: Keys = (),
+    ) -> None:
+        """Record that a request has finished; ``keys`` count if it had none when it arrived.
+
+        ``asked`` are the positions of the first of its prompt's blocks that the cache was asked
+        for, and of the one after the last; None if it is not known. ``answer`` are the blocks that
+        were saved beyond the prompt.
+        """
+        now_s = self._now()
+        self._put(_RecordEvent("finished", now_s, request, keys, output_tokens, asked, answer))
 
     def _put(self, event: _RecordEvent) -> None:
-        blocks = len(event.keys)
+        blocks = len(event.keys) + len(event.answer)
         with self._ready:
             is_full = len(self._events) >= EVENTS_MAX or self._blocks + blocks > BLOCKS_MAX
             if self._closing or is_full:
@@ -196,6 +216,8 @@ class Recorder:
                 self._add(event.request, _OpenLine(event.at_s, event.keys, event.tokens))
         elif (line := self._open.get(event.request)) is not None:
             line.output_tokens, line.is_over = event.tokens, True
+            line.asked, line.answer = event.asked, event.answer
+            self._open_blocks += len(event.answer)
             if not line.keys:
                 line.keys = event.keys
                 self._open_blocks += len(event.keys)
@@ -212,7 +234,7 @@ class Recorder:
             if not line.is_over and not is_crowded:
                 return
             del self._open[request]
-            self._open_blocks -= len(line.keys)
+            self._open_blocks -= len(line.keys) + len(line.answer)
             self._write(line)
 
     def _write(self, line: _OpenLine) -> None:
@@ -237,12 +259,17 @@ class Recorder:
         self.counts.bytes += len(text) * is_written
 
     def _as_line(self, line: _OpenLine) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "timestamp": int((line.at_s - self._begun_s) * 1000),
             "input_length": line.input_tokens,
             "output_length": line.output_tokens,
             "hash_ids": [self._id(key) for key in line.keys],
         }
+        if line.asked is not None:  # of a prompt that goes on with its answer, there may be more
+            found["asked"] = [min(at, len(line.keys)) for at in line.asked]
+        if line.answer:
+            found["output_hash_ids"] = [self._id(key) for key in line.answer]
+        return found
 
     def _id(self, key: BlockKey) -> int:
         digest = blake2b(key, digest_size=8, key=self._secret).digest()

@@ -200,3 +200,5 @@ def test_a_recording_has_one_line_a_request(
     assert [(tokens, blocks) for tokens, _, blocks in told] == [(200, 12), (240, 15), (5, 0)]
     assert told[0][1] in (2, 3), "the last token is told with no step"
     assert (trace.unique, trace.block_tokens) == (15, BLOCK)
+    assert [one.asked for one in trace.requests] == [(0, 12), (0, 14), (0, 0)]
+    assert not any(one.answer for one in trace.requests)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from tests.fuzz.corpus import CORPUS, KEPT_BYTES_MAX, kept
 from tests.kit.source import ROOT
 

@@ -295,7 +295,7 @@ def hint(data: bytes) -> None:
             assert len(order.keys or ()) <= hints.KEYS_MAX
 
 
-def _read(given: object) -> hints.HintsEnvelope | None:
+def _read(given: object) -> hints.Envelope | None:
     try:
         return hints.read(given)
     except hints.RefusedHint as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from kvladder.hints import HintExecutor
 from kvladder.hints.executor import PREFETCHES_MAX, OwnRequest
 from kvladder.keys import BlockKey, salt_digest

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from tests.kit.scripts import script
 from tests.kit.source import ROOT
 

@@ -24,8 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.__main__ import RESULTS
-from benchmarks.machine import machine
+from benchmarks.machine import RESULTS, machine
 from tests.kit.failover import DEADLINE_S, FAILOVER_LANES
 from tests.kit.lanes import Figures, Lane, run
 from tests.kit.moving import ABANDON_S, TIMEOUT_S, MooncakeLane, NixlLane

@@ -128,6 +128,14 @@ def test_ids_that_are_no_prefixes_are_warnings(path: Path) -> None:
         (line(hash_ids=[[1]]), ":1", "hash_ids[0]: a list [1]"),
         (line(hash_ids=[1.5]), ":1", "hash_ids[0]: a number 1.5"),
         (line(hash_ids=[]), "", "no request has a block"),
+        (line(asked=3), ":1", "asked: 3 (expected two positions in hash_ids, such as [0, 3])"),
+        (line(asked=[0, 1, 2]), ":1", "asked: [0, 1, 2] (expected two positions"),
+        (line(asked=[0, True]), ":1", "asked: [0, True] (expected two positions"),
+        (line(asked=[0, 3]), ":1", "asked: [0, 3] of 2 hash_ids (expected two positions"),
+        (line(asked=[2, 1]), ":1", "asked: [2, 1] of 2 hash_ids"),
+        (line(asked=[-1, 1]), ":1", "asked: [-1, 1] of 2 hash_ids"),
+        (line(output_hash_ids=8), ":1", "output_hash_ids: a number 8 (expected a list of ids)"),
+        (line(output_hash_ids=[8, None]), ":1", "output_hash_ids[1]: null None (expected a number"),
         ("[" * 100_000 + "\n" + line(), ":1", "not JSON: [["),
     ],
 )
@@ -196,6 +204,17 @@ def test_a_prompt_longer_than_any_block_is_read(path: Path) -> None:
     trace = read_trace(path)
     assert trace.block_tokens == 512
     assert "no number agrees with the lengths, so 512 is taken" in trace.warnings[0]
+
+
+def test_a_recording_tells_what_the_engine_asked_for_and_saved(path: Path) -> None:
+    first = line(asked=[1, 2], output_hash_ids=[5, 6])
+    path.write_text(f"{first}\n{line(timestamp=9, hash_ids=[1, 2, 5])}\n")
+    trace = read_trace(path, block_tokens=400)
+    one, other = trace.requests
+    assert (list(one.blocks), list(one.answer), one.asked) == ([0, 1], [2, 3], (1, 2))
+    assert (list(one.wanted), list(one.used)) == ([1], [0, 1, 2, 3])
+    assert list(other.wanted) == list(other.used) == list(other.blocks) == [0, 1, 2]
+    assert (trace.blocks, trace.own, trace.unique, trace.warnings) == (4, 1, 4, ())
 
 
 def test_older_files_of_the_same_recording_are_read_first(path: Path) -> None:

@@ -141,6 +141,20 @@ def test_requests_with_names_are_lines_in_the_order_of_their_arrival(path: Path)
     assert one.recorder.counts.unnamed == 1
 
 
+def test_a_line_has_what_was_asked_for_and_saved_if_that_is_told(path: Path) -> None:
+    one = Recording(path)
+    for name, asked in (("a", (1, 2)), ("b", None), ("c", (1, 9))):
+        one.recorder.arrived(name, keys(1, 2), 40)
+        one.recorder.finished(name, keys(1, 2), 30, asked=asked, answer=keys(3)[: name == "a"])
+    one.recorder.arrived("d", keys(1, 2, 3), 50)
+    one.recorder.close()
+    first, second, third, last = lines(path)
+    assert first["output_hash_ids"] == last["hash_ids"][2:]
+    assert (first["asked"], third["asked"]) == ([1, 2], [1, 2])
+    assert not {"asked", "output_hash_ids"} & second.keys()
+    assert one.recorder._open_blocks == len(last["hash_ids"])  # the last one never finished
+
+
 def test_closing_writes_requests_that_have_not_finished(path: Path) -> None:
     one = Recording(path)
     one.recorder.arrived("a", keys(1), 20)

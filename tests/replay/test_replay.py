@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 from random import Random
 from typing import Any
 
@@ -238,6 +239,61 @@ def test_a_prompt_longer_than_the_memory_is_served_in_part() -> None:
 def test_requests_without_blocks_are_counted() -> None:
     result = run(trace_of([[], [0], []]), stack(10))
     assert (result.requests, result.asked) == (3, 1)
+
+
+def recorded(seed: int) -> Trace:
+    """Chats whose engine had the first blocks of some prompts itself, and saved answers."""
+    random, plain = Random(seed), chats(seed)
+    answers = count(plain.unique)
+    requests = [
+        one._replace(
+            asked=(random.randint(0, 2), max(2, len(one.blocks) - 1)),
+            answer=[next(answers) for _ in range(random.randint(0, 2))],
+        )
+        for one in plain.requests
+        if len(one.blocks) > 1
+    ]
+    return Trace("recorded", requests, next(answers), TOKENS)
+
+
+@pytest.mark.parametrize("room", [80, 200])
+def test_hits_are_of_what_the_engine_asked_for(room: int) -> None:
+    trace = recorded(10)
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in trace.requests:
+        hits += len([*takewhile(kept.__contains__, request.wanted)])
+        for block in reversed(request.used):
+            kept[block] = None
+            kept.move_to_end(block)
+        while len(kept) > room:
+            kept.popitem(last=False)
+    result = run(trace, stack(room))
+    assert sum(result.hits.values()) == lru_hits(trace).hits(room) == hits
+    assert result.asked == trace.blocks < sum(len(one.blocks) for one in trace.requests)
+    assert sum(sum(one.values()) for one in result.missed.values()) == result.asked - hits
+    assert result.written["host"] >= len({n for one in trace.requests for n in one.used})
+    wanted, used = [one.wanted for one in trace.requests], [one.used for one in trace.requests]
+    assert hits <= belady(wanted, trace.unique, room, used=used)
+    whole = belady(wanted, trace.unique, trace.unique, used=used)
+    assert whole == lru_hits(trace).hits(trace.unique)
+
+
+def test_what_the_engine_had_itself_is_not_computed() -> None:
+    trace = trace_of([[*range(10)], [*range(10, 20)]])
+    own = trace.requests[1]._replace(asked=(8, 9))
+    long, short = (
+        run(dataclasses.replace(trace, requests=[trace.requests[0], one]), stack(64), token_s=0.01)
+        for one in (trace.requests[1], own)
+    )
+    assert long.virtual_s - short.virtual_s == pytest.approx(8 * TOKENS * 0.01)
+
+
+def test_what_is_on_its_way_at_the_end_is_counted() -> None:
+    trace = chats(4, 30)
+    slow = {"memory": Speeds(latency_s=0.9)}
+    result = run(trace, stack(200, 1000), token_s=1e-6, speeds=slow)
+    assert result.written["memory"] == trace.unique
 
 
 def test_virtual_time_jumps() -> None:

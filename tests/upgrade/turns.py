@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.__main__ import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 from kvladder.testing.redisserver import RedisServer
 from tests.kit.mooncake import PROGRAM, Mooncake
 from tests.upgrade.elder import OLDER, PREVIOUS, THIS, Engine, ServerOf, Version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HITS, LAYERS, PROMPT_TOKENS, PROMPTS, Run, stack, told
 
 ALL = len(PROMPTS) * HITS
+BLOCK_BYTES = 128 << 10
 Tokens = list[list[int]]
 
 
@@ -33,8 +35,10 @@ def test_the_same_process_after_a_reset_is_served_from_host(
     assert (trace.block_tokens, trace.warnings) == (BLOCK, ())
     told = [(one.input_tokens, one.output_tokens, len(one.blocks)) for one in trace.requests]
     assert told == [(PROMPT_TOKENS, 16, HITS // BLOCK)] * 3 * len(PROMPTS)
-    again = replay(trace, load_config({"host": "64 MiB"}, env={}), ReplaySettings(128 << 10))
-    assert again.hits["host"] * BLOCK == warm["external"] + sum(own["cached"])
+    own_blocks = [one.asked for one in trace.requests].count((HITS // BLOCK, HITS // BLOCK))
+    assert own_blocks == len(PROMPTS)  # vLLM had those of the last round itself
+    again = replay(trace, load_config({"host": "64 MiB"}, env={}), ReplaySettings(BLOCK_BYTES))
+    assert again.hits["host"] * BLOCK == warm["external"]
 
 
 @pytest.mark.versions
@@ -89,25 +93,67 @@ def test_an_engine_of_several_processes_is_served_from_files_and_host(
     assert stats["files"]["hits"] * BLOCK == stats["host"]["hits"] * BLOCK == ALL
 
 
-def test_a_prompt_computed_in_parts_is_served(
+def talks() -> list[list[list[int]]]:
+    """Return rounds of prompts, of which most continue earlier ones; no level has so much room."""
+    random = Random(1)
+    system = random.choices(range(3, 1000), k=3 * BLOCK + 5)
+    open_: list[list[int]] = []
+    rounds: list[list[list[int]]] = []
+    for _ in range(12):
+        chosen = [
+            open_.pop(random.randrange(len(open_))) if len(open_) > 5 else [*system]
+            for _ in range(2)
+        ]
+        rounds.append([[*one, *random.choices(range(3, 1000), k=200)] for one in chosen])
+        open_ += rounds[-1]
+    return rounds
+
+
+def test_a_prompt_computed_in_parts_is_served_and_a_replay_counts_the_same(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
+    trace_path = tmp_path / "trace.jsonl"
+    files = {"type": "files", "path": str(tmp_path / "kv"), "capacity": "16 MiB", "when": "commit"}
+    settings = {
+        "arena": {"size": "12 MiB"},  # 96 blocks
+        "fetch": {"deadline": "10 m"},
+        "record": str(trace_path),
+        "tiers": [{"type": "host"}, {**files, "segment": "4 MiB"}],
+    }
+    served: list[list[Any]] = []
+    for prompts in talks():
+        for prompt in prompts:  # "stats" waits until nothing is on its way down
+            served += [["each", {"prompts": [prompt], "tokens": 40}], ["stats"]]
+        served.append(["reset"])
     run = start(
-        stack(tmp_path / "kv"),
+        settings,
         ["each", {"prompts": PROMPTS}],
         ["reset"],
         ["generate", {"prompts": PROMPTS}],
         ["stats"],
         ["generate", {"prompts": PROMPTS[:1], "tokens": 71}],
         ["stats"],
+        *served,
+        ["stats"],
         engine={"max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_chunked_prefill": True},
     )
-    cold, _, warm, stats, _, later = run.finish()
+    cold, _, warm, stats, _, later, *_, last = run.finish()
     assert [cold["tokens"], warm["tokens"]] == [reference] * 2
     assert [cold["external"], warm["external"]] == [0, ALL]
     assert stats["host"]["stored"] * BLOCK == ALL
     generated = (PROMPT_TOKENS + 71 - 1) // BLOCK - HITS // BLOCK  # the last token has no KV yet
     assert later["host"]["stored"] - stats["host"]["stored"] == generated
+    trace = read_trace(trace_path)
+    again = replay(trace, load_config(settings, env={}), ReplaySettings(BLOCK_BYTES))
+    for level in ("host", "files"):
+        assert last[level]["evicted"] > 50
+        assert again.hits[level] == pytest.approx(last[level]["hits"], rel=0.02)
+        assert again.written[level] == pytest.approx(last[level]["stored"], rel=0.02)
+        assert again.evicted[level] == pytest.approx(last[level]["evicted"], rel=0.02)
+    both = again.missed, last["misses"]["blocks"]
+    replayed, counted = (sum(sum(one.values()) for one in counts.values()) for counts in both)
+    assert replayed == pytest.approx(counted, rel=0.02)
+    assert trace.own > 0
 
 
 def test_a_step_may_wait_for_its_loads(start: Start, files: Path, reference: Tokens) -> None:

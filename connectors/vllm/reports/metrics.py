@@ -115,8 +115,9 @@ def _added(now: Any, before: Any) -> Any:
     raises an error if it is told to subtract, and this error would end vLLM.
     """
     if isinstance(now, list):
-        added = [a - b for a, b in zip(now, before, strict=True)]
-        return now if min(added) < 0 else added
+        counts = cast("list[float]", now)
+        added = [a - b for a, b in zip(counts, before, strict=True)]
+        return counts if min(added) < 0 else added
     return now if now < before else now - before
 
 

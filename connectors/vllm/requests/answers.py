@@ -131,9 +131,14 @@ class Answers:
             return None
         # vLLM asks for the first time, or has a different number of its tokens by now.
         if lookup.answer is None or lookup.answer[0] != computed:
+            early = lookup.find
             found = self._find(state, computed)
             if found is None:
                 return None
+            if state.asked is None:  # an early search also counts what vLLM has itself by now
+                first = computed if lookup.find is None or early is None else early.own
+                size = self._groups.main.tokens
+                state.asked = first // size, self._loadable(state.request) // size
             lookup.tell(computed, found)
             self._explain(state, computed, found)
             self.waited(state)

@@ -73,6 +73,9 @@ class RequestState:
     """Number of its tokens that vLLM had itself when it last asked."""
     told: int = 0
     """Number of leading tokens that vLLM had when it last asked, plus those loaded since."""
+    asked: tuple[int, int] | None = None
+    """Positions of the first block of the main group that the cache was first asked for, and of the
+    one after the last; None if it was never asked."""
     sync: bool = False
     """True if the step that computes the rest waits for the load."""
     sources: list[str] = field(default_factory=list[str])
