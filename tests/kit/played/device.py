@@ -37,6 +37,8 @@ class Played:
         See ``Batched``.
     small:
         Largest average bytes per run for which the kernel is used; 0 if Triton is missing.
+    run_s:
+        Time of the host's that each run takes which is handed over.
     options:
         Those of ``Memory``.
     """
@@ -50,12 +52,15 @@ class Played:
         batched: Batched = "driver",
         small: int = 0,
         registers: bool = True,
+        run_s: float = 0.0,
         **options: Any,
     ) -> None:
         self.machine = Machine(devices=devices, device=device, seed=seed)
         self.memory = Memory(self.machine, **options)
         version = 12080 if batched == "driver" else 12070
-        self.driver = Driver(self.machine, self.memory, version=version, registers=registers)
+        self.driver = Driver(
+            self.machine, self.memory, version=version, registers=registers, run_s=run_s
+        )
         self.operations = Operations(self.machine, self.memory)
         self.runtime = Runtime(self.machine, self.memory, self.operations)
         self.batched, self.small = batched, small
@@ -130,19 +135,12 @@ def _on_machine(name: str) -> Callable[..., Any]:
 class PlayedDevice(CudaDevice):
     """The real ``CudaDevice`` on a played machine, in virtual time.
 
-    ``calls`` lists a copier's calls that move bytes or register memory. Each run that is handed
-    over takes ``run_s`` of the host's time.
+    ``calls`` lists a copier's calls that move bytes or register memory.
     """
 
     def __init__(
-        self,
-        played: Played | None = None,
-        *,
-        batched: bool = True,
-        run_s: float = 0.0,
-        **options: Any,
+        self, played: Played | None = None, *, batched: bool = True, **options: Any
     ) -> None:
-        self.run_s = run_s
         self.played = played or Played(batched="driver" if batched else "", **options)
         self.machine = self.played.machine
         self.calls: list[str] = []
@@ -178,7 +176,7 @@ class PlayedDevice(CudaDevice):
 
     def copy(self, stream: Stream, batch: CopyRuns) -> None:
         self.calls.append("copy")
-        self._spend(batch)
+        assert len(batch.sizes) <= self.runs_max, "too many runs for one call"
         with self.played:
             super().copy(stream, batch)
 
@@ -187,14 +185,7 @@ class PlayedDevice(CudaDevice):
             moves = super().move(stream, batch)
         if moves:
             self.calls.append("move")
-            self._spend(batch)
         return moves
-
-    def _spend(self, batch: CopyRuns) -> None:
-        """Let the time pass that the host takes to hand over runs."""
-        assert len(batch.sizes) <= self.runs_max, "too many runs for one call"
-        if self.run_s:
-            self.machine.run_on(self.run_s * len(batch.sizes))
 
     def gather(
         self,

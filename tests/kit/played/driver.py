@@ -48,12 +48,21 @@ class Driver:
         The CUDA version that it is made for.
     registers:
         Whether devices can register host memory at all.
+    run_s:
+        Time that the host takes to hand over each run.
     """
 
     def __init__(
-        self, machine: Machine, memory: Memory, *, version: int = 12080, registers: bool = True
+        self,
+        machine: Machine,
+        memory: Memory,
+        *,
+        version: int = 12080,
+        registers: bool = True,
+        run_s: float = 0.0,
     ) -> None:
         self._machine, self._memory = machine, memory
+        self.run_s = run_s
         self.version = version
         self.registers = registers
         self.refusal = 0
@@ -227,6 +236,7 @@ class Driver:
 
     def _copy(self, line: Stream, runs: Sequence[Run], *, early: bool, raw: bool) -> int:
         """Queue copies of runs in any order; ``raw`` pointers of the host are translated."""
+        self._spend(len(runs))
         kinds = [self._kind(address, size) for address, size in _ends(runs)]
         if "two" in kinds:
             return INVALID_VALUE
@@ -255,6 +265,11 @@ class Driver:
         if "pageable" in kinds:
             self._machine.wait_for(line.moment(), "memory that is not registered")
         return 0
+
+    def _spend(self, runs: int) -> None:
+        """Let the time pass that the host takes to hand over runs."""
+        if self.run_s:
+            self._machine.run_on(self.run_s * runs)
 
     def _engine(self, runs: Sequence[Run]) -> str:
         """Return the copy engine for runs of one direction; the device's own memory needs none."""
@@ -305,6 +320,7 @@ class Driver:
                     memory.reach(Span(place, (size // unit,), (1,), dtype), device)
                 return runs
 
+            self._spend(table.shape[1])
             size = table.shape[1] << 10  # the sizes are on the device, and not there yet
             work = Runs(memory, reach, read=read)
             machine.launch(line, Operation(seconds_of(size), work.begin, work.end))
