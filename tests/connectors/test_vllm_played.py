@@ -87,11 +87,18 @@ class Rank:
     """A worker of vLLM on the played machine, and the expected content of its blocks."""
 
     def __init__(
-        self, folder: Path, model: str, runner: str, patch: pytest.MonkeyPatch, layout: str
+        self,
+        folder: Path,
+        model: str,
+        runner: str,
+        patch: pytest.MonkeyPatch,
+        layout: str,
+        *,
+        slowly: bool,
     ) -> None:
         groups, attention = MODELS_OF[model]
         self.run, self.runner, self.patch = RUNNERS[runner], runner, patch
-        self.played = Played(keeps_host=True)
+        self.played = Played(keeps_host=True, run_s=1e-4 if slowly else 0.0)
         patch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
         if "PIN_MEMORY" in vars(torch_utils):  # 0.33 asks once
             patch.setattr(torch_utils, "PIN_MEMORY", True)
@@ -117,12 +124,15 @@ class Rank:
         self.attach = Attach(self.arena.handle, (tuple(0 for _ in self.cache.kv_cache_groups),))
         self.wrong: list[str] = []
         self.ended: dict[int, Finished] = {}
+        self.deferred = False
+        """Whether a step has left slices for the next one."""
         self._number = 0
         self.step()
-        copier = self.half._copier
-        assert isinstance(copier, StreamCopier)
+        copier = self.copier
         with self.played:
             copier._registration._join()
+        if slowly:
+            copier._slice_bytes, copier._step_s = 1, 4e-4  # one block of "dense" takes 3e-4
 
     # ---- steps
 
@@ -151,15 +161,30 @@ class Rank:
         )
         with self.played:
             ended = self.run(self.connector, made, scheduled, self.patch)
+        self.deferred |= self._waits()
         found = ended.kv_connector_output
         report = found and found.kv_connector_worker_meta
         for finished in report.ended if report else ():
             self.ended[finished.id] = finished
 
     def settle(self) -> None:
-        """Let the device finish, and a step report what has ended."""
+        """Let the device finish, and steps hand over what is left and report what has ended."""
         self.machine.settle()
         self.step()
+        while self._waits() or self.copier._launched:
+            self.machine.advance(0.01)
+            self.machine.settle()
+            self.step()
+
+    @property
+    def copier(self) -> StreamCopier:
+        copier = self.half._copier
+        assert isinstance(copier, StreamCopier)
+        return copier
+
+    def _waits(self) -> bool:
+        """Return whether slices wait to be handed over."""
+        return any(self.copier._waiting.values())
 
     def _zero(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks, as vLLM's kernel does."""
@@ -244,17 +269,19 @@ class Rank:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
     ranks: list[Rank] = []
 
-    def begin(model: str = "dense", runner: str = "V2", layout: str = "LBNHC") -> Rank:
-        ranks.append(Rank(tmp_path, model, runner, monkeypatch, layout))
+    def begin(
+        model: str = "dense", runner: str = "V2", layout: str = "LBNHC", *, slowly: bool = False
+    ) -> Rank:
+        ranks.append(Rank(tmp_path, model, runner, monkeypatch, layout, slowly=slowly))
         return ranks[-1]
 
     yield begin
     for one in ranks:
         if one.machine.failing:
             one.machine.reset()
-            copier = one.half._copier
-            assert isinstance(copier, StreamCopier)
-            copier._launched.clear()
+            one.copier._launched.clear()
+            for copies in one.copier._waiting.values():
+                copies.clear()
         one.close()
 
 
@@ -323,14 +350,16 @@ def sleeping(rank: Rank) -> None:
     places = places_of(rank)
     jobs = rank.save(places)
     rank.step(writes=dict.fromkeys(places, 7), saves=jobs)
-    rank.connector.unregister_kv_caches()
+    with rank.played:
+        rank.connector.unregister_kv_caches()
     kv = next(kv for kv in rank.tensors.values() if isinstance(kv, torch.Tensor))
     rank.played.memory.unmap(plain(kv))
     rank.machine.run_on(1.0)
     rank.step(saves=rank.save(places, first=len(places)))
     rank.machine.run_on(1.0)
     rank.played.memory.unmapped.clear()
-    rank.connector.restore_kv_caches()
+    with rank.played:
+        rank.connector.restore_kv_caches()
     rank.settle()
     assert [rank.ended[job.id].ok for job in jobs] == [True] * len(jobs)
 
@@ -364,6 +393,19 @@ def test_a_save_of_blocks_given_again_is_right_or_not_reported(
 ) -> None:
     one = rank(model, runner)
     saves_of_blocks_given_again(one)
+    one.played.check()
+
+
+@RUNNER
+@pytest.mark.parametrize("sync", [False, True])
+def test_steps_that_leave_slices_for_the_next_keep_every_byte(
+    sync: bool, runner: str, rank: Callable[..., Rank]
+) -> None:
+    one = rank("dense", runner, slowly=True)
+    loads(one, sync=sync)
+    assert one.deferred
+    saves_of_blocks_given_again(one)
+    sleeping(one)
     one.played.check()
 
 
