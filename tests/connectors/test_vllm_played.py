@@ -41,7 +41,7 @@ from tests.kit.played import GARBAGE, Operation, Played, Violation, plain
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 BLOCKS, SLOTS = 16, 8
-SMALL = {"num_kv_heads": 1, "head_size": 16}
+SMALL: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16}
 Place = tuple[int, int]
 """A group, and a block of it."""
 

@@ -210,7 +210,7 @@ def test_a_host_pointer_is_not_always_the_device_s(device: PlayedDevice, arena: 
     assert not driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), arena.address, 0)
     assert found.value == arena.address + ALIAS
     assert not driver.cuMemcpyAsync(arena.address, source.data_ptr(), 64, stream.cuda_stream)
-    moved(device, (found.value + 64, source.data_ptr(), 64))
+    moved(device, (arena.address + ALIAS + 64, source.data_ptr(), 64))
     assert bytes(arena.view(Slot(0))[:128]) == bytes(range(64)) * 2
     device.copy(stream, runs((arena.address, source.data_ptr(), 64)))
     with pytest.raises(Violation, match="a host's pointer"):
