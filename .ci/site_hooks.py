@@ -16,7 +16,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("*.md", "benchmarks/results/*.md", "examples/*.py")
+OUTSIDE = ("*.md", "benchmarks/README.md", "benchmarks/results/*.md", "examples/*.py")
 PREFIX = "project/"
 _LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
