@@ -200,36 +200,48 @@ class PoolModel:
 
     def append(self, run: Run, count: int) -> int:
         """Return how many slots ``count`` more tokens need beyond those that can be freed."""
+        copied, _, more = self.growth(run, count)
+        return more + len(copied) - self.free()
+
+    def growth(self, run: Run, count: int) -> tuple[list[int], list[Name], int]:
+        """Return positions to replace, blocks to take over, and how many more to add.
+
+        A run writes into none of its blocks that are shared or cached. It takes over blocks that it
+        alone holds: all of them if there is no room for copies, else a single one that nothing
+        follows, unless such blocks are copied.
+        """
         first = run.computed // self.size
         shared = [at for at in range(first, len(run.table)) if not self.own(run.table[at])]
         more = -(-(len(run.tokens) + count) // self.size) - len(run.table)
-        if len(shared) == 1 and self.takes(run.table[shared[0]], more):
-            shared = []
-        return more + len(shared) - self.free()
+        has_room = more + len(shared) <= self.free()
+        copied: list[int] = []
+        taken: list[Name] = []
+        for at in shared:
+            block = run.table[at]
+            if (
+                isinstance(block, Private)
+                or self.refs(block) > 1
+                or (has_room and not (len(shared) == 1 and self.takes(block)))
+            ):
+                copied.append(at)
+            else:
+                taken.append(block)
+        return copied, taken, more
 
-    def takes(self, block: Name | Private, more: int) -> bool:
-        """Return whether a run writes into the shared block: no copy is needed or possible."""
-        if not isinstance(block, tuple) or self.refs(block) > 1:
-            return False
-        return (self.leaf(block) and self.partial != "copy") or more + 1 > self.free()
+    def takes(self, name: Name) -> bool:
+        """Return whether a run writes into its last block though there is room for a copy."""
+        return self.leaf(name) and self.partial != "copy"
 
     def appended(self, run: Run, tokens: Sequence[int]) -> None:
-        first = run.computed // self.size
-        shared = [at for at in range(first, len(run.table)) if not self.own(run.table[at])]
-        more = -(-(len(run.tokens) + len(tokens)) // self.size) - len(run.table)
-        if len(shared) == 1 and self.takes(run.table[shared[0]], more):
-            self.room(more)
-            name = run.table[shared[0]]
-            assert isinstance(name, tuple)
-            self.forget([name])
-        else:
-            self.room(more + len(shared))
-            for at in shared:
-                old, run.table[at] = run.table[at], Private()
-                if run.computed > at * self.size:
-                    run.copied.append(old)
-                else:
-                    self.use([old])
+        copied, taken, more = self.growth(run, len(tokens))
+        self.room(more + len(copied))
+        self.forget(taken)
+        for at in copied:
+            old, run.table[at] = run.table[at], Private()
+            if run.computed > at * self.size:
+                run.copied.append(old)
+            else:
+                self.use([old])
         run.table += [Private() for _ in range(more)]
         run.tokens += tokens
 

@@ -316,3 +316,20 @@ def test_a_retention_by_default_reaches_the_blocks_no_range_names() -> None:
     assert [priority_of(engine.pool, key) for key in engine.keys(range(8))] == [60, 60]
     engine.run(range(9), retention=Retention(default=10))
     assert [priority_of(engine.pool, key) for key in engine.keys(range(8))] == [60, 60]
+
+
+def test_without_room_for_copies_a_run_takes_over_all_blocks_that_it_alone_holds() -> None:
+    engine = Engine(6)
+    sequences = engine.sequences
+    first = sequences.begin([0] * 8)
+    [other] = sequences.fork(first, 1)
+    [third] = sequences.fork(first, 1)
+    sequences.append(third, [1])  # three blocks of its own
+    engine.compute(first)
+    sequences.release(first)
+    table = list(other.table)
+    assert all(engine.pool.knows(key) for key in engine.keys([0] * 8))
+    sequences.append(other, [1])  # one slot is left, and copies would need two more
+    assert other.table[:2] == table
+    assert not any(engine.pool.knows(key) for key in engine.keys([0] * 8))
+    engine.check()
