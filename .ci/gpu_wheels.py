@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,14 +20,26 @@ THERE = {"numpy", "kvladder"}
 GLIBC = range(39, 16, -1)
 """Minor versions of the C library whose wheels are taken: pip matches each tag exactly."""
 
+_NAME = re.compile(r"[^\w.-]")
+_OURS = re.compile(r"kvladder\[([\w,-]+)\]")
+
 
 def wanted() -> list[str]:
     """Return the requirements of kvladder, and of its tests, as pyproject.toml has them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    every = [*project["dependencies"], *extras["redis"], *extras["testing"]]
-    names = [re.split(r"[^\w.-]", one)[0] for one in every]  # before extras and versions
+    every = [*project["dependencies"], *_of(extras, "testing")]
+    names = [_NAME.split(one)[0] for one in every]  # before extras and versions
     return [one for name, one in zip(names, every, strict=True) if name not in THERE]
+
+
+def _of(extras: Mapping[str, Sequence[str]], name: str) -> Iterator[str]:
+    """Yield the requirements of an extra, and of kvladder's extras that it contains."""
+    for one in extras[name]:
+        yield one
+        if found := _OURS.match(one):
+            for other in found[1].split(","):
+                yield from _of(extras, other)
 
 
 def main() -> int:

@@ -106,6 +106,7 @@ class Came:
         self.done = until_over is None
         self.blocks = blocks
         self.slots = list(range(blocks))
+        self.sources = ["nvme"] * blocks
         self._until_over = until_over
 
     def wait(self):

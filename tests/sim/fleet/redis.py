@@ -373,6 +373,13 @@ class RedisCluster:
             return
         self.move(source, target, {slot for slot in source.slots if (slot + number) % 16 == 0})
 
+    def rotate(self) -> None:
+        """Give all slots of each primary to the next one."""
+        primaries = [node for node in self.nodes if node.slots and node.is_up]
+        owned = [set(node.slots) for node in primaries]
+        for number, slots in enumerate(owned):
+            self.move(primaries[number], primaries[(number + 1) % len(primaries)], slots)
+
     def move(self, source: Node, target: Node, moved: set[int]) -> None:
         """Move slots of one primary to another, with their keys."""
         for node in self.nodes:  # leftovers of an earlier time as their owner
