@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -19,12 +20,13 @@ for seed in map(int, sys.argv[1:]):
     for tier in world.tiers:
         print(*((call.operation, len(call.keys), call.at_s) for call in tier.calls), sep="\\n")
 """
-SEEDS = [str(seed) for seed in range(20, 26)]
+SEEDS = range(20, 26)
 
 
-def traces(hash_seed: str) -> str:
+def printed(program: str, seeds: Iterable[object], hash_seed: str) -> str:
+    """Run a program with seeds in another process with this hash seed; return what it prints."""
     ran = subprocess.run(
-        [sys.executable, "-c", PRINT_TRACES, *SEEDS],
+        [sys.executable, "-c", program, *map(str, seeds)],
         env={
             **os.environ,
             "PYTHONHASHSEED": hash_seed,
@@ -39,9 +41,9 @@ def traces(hash_seed: str) -> str:
 
 @pytest.mark.slow
 def test_other_processes_with_other_hash_seeds_do_the_same() -> None:
-    first = traces("1")
+    first = printed(PRINT_TRACES, SEEDS, "1")
     assert len(first.splitlines()) > 1000
-    assert traces("2") == first
+    assert printed(PRINT_TRACES, SEEDS, "2") == first
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +14,7 @@ from tests.sim import night
 from tests.sim.fleet.engine import Engine
 from tests.sim.fleet.faults import FAULTS
 from tests.sim.fleet.plan import Failed, Step, command, drawn, run, shrunk
+from tests.sim.test_determinism import printed
 
 FLEETS = int(os.environ.get("KVLADDER_FLEETS", "8"))
 PRINT_TRACES = """
@@ -36,26 +35,11 @@ def test_fleets_hold_under_every_kind_of_fault(capsys: pytest.CaptureFixture[str
     assert table.count("\n| ") >= len(FAULTS)
 
 
-def traces(hash_seed: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", PRINT_TRACES, "1", "2"],
-        env={
-            **os.environ,
-            "PYTHONHASHSEED": hash_seed,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return ran.stdout
-
-
 @pytest.mark.slow
 def test_a_seed_alone_determines_a_fleet() -> None:
-    first = traces("1")
+    first = printed(PRINT_TRACES, (1, 2), "1")
     assert len(first.splitlines()) > 50
-    assert traces("2") == first
+    assert printed(PRINT_TRACES, (1, 2), "2") == first
 
 
 def test_each_seed_has_frequencies_of_its_own() -> None:
