@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_recorded = self.command == "POST" and self.path.partition("?")[0] in PATHS
         begun = time.perf_counter()
         there = self.owner.connect()
-        answer = Answer(is_stream=False)
+        answer, is_whole = Answer(is_stream=False), False
         status = BROKEN
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 if is_recorded and response.status == 200:
                     answer.add(piece, time.perf_counter() - begun)
-            self.wfile.write(b"0\r\n\r\n")
+            is_whole = True
         except (OSError, http.client.HTTPException):  # the client or the server has left
             self.close_connection = True
             if status == 200 and not answer.is_done:
@@ -224,6 +224,15 @@ class _Handler(BaseHTTPRequestHandler):
             if is_recorded:
                 status = BROKEN if answer.is_error else status
                 self._record(json.loads(body), answer, status, begun)
+        if is_whole:
+            self._end_body()
+
+    def _end_body(self) -> None:
+        """End the answer, once it is recorded: so records are in the order that the client sees."""
+        try:
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.close_connection = True
 
     def _record(self, body: dict[str, Any], answer: Answer, status: int, begun: float) -> None:
         total_s = time.perf_counter() - begun
