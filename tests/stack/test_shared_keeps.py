@@ -20,6 +20,7 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import Write
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.places import FULL_RETRY_S
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
@@ -233,3 +234,14 @@ async def test_blocks_are_evicted_from_the_tier_only_when_it_is_full() -> None:
         await cache.settle()
         await stored(cache, 4)
         assert len(tier.records) == 2
+
+
+async def test_an_engine_that_only_reads_finds_blocks_of_others_after_its_tier_was_full() -> None:
+    tier = SharedFakeTier([Full(times=1)])
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1))
+        await cache.settle()
+        assert known(cache, 1) == 0
+        tier.others_put({key: cache.payload(key) for key in cache.keys(2, 3)})
+        await asyncio.sleep(2 * FULL_RETRY_S)
+        assert await cache.load(cache.keys(2, 3)) == ["level1"] * 2
