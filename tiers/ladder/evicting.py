@@ -245,7 +245,7 @@ class EvictingLevel(BaseLevel[int]):
         If places are short, the next victims are evicted, but none of ``spare``. They need not be
         removed from the tier: places are no addresses there.
         """
-        self.places.retry(self.shared.clock.now())  # an engine may only read, and never ask for room
+        self.places.retry(self.shared.clock.now())  # who only reads never asks for room
         reads, at = self.places.being_read, self.index.key_at
         own, room = self.index.give_way(
             salt, [priority] * wanted, lambda place: reads(place) or at(place) in spare
