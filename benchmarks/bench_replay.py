@@ -9,15 +9,13 @@ that ``kvladder plan`` gives: its promise is the peer.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.bench_vllm_engine import HERE, Engine, Prompts, kvladder_with
+from benchmarks.bench_vllm_engine import Engine, Prompts, kvladder_with, make_model
 from benchmarks.row import Row
 from kvladder.cli.plan import plan
 from kvladder.config.stack import load_config
@@ -40,10 +38,7 @@ def rows() -> Iterator[Row]:
     """Record and replay with one request at a time, then with four; then plan and run."""
     with tempfile.TemporaryDirectory(prefix="kvladder-bench-") as name:
         folder = Path(name)
-        model = folder / "tiny"
-        tiny = HERE.parent / "tests" / "vllm" / "tiny_model.py"
-        command = [sys.executable, str(tiny), str(model), "0"]
-        subprocess.run(command, check=True, capture_output=True)
+        model = make_model(folder / "tiny")
         for at_once in (1, 4):
             trace = folder / f"trace-{at_once}.jsonl"
             stack = stack_of(folder / f"kv-{at_once}", HOST, FILES) | {"record": str(trace)}

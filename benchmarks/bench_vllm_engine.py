@@ -136,18 +136,21 @@ def native_with(folder: Path) -> dict[str, Any]:
     }
 
 
+def make_model(folder: Path, kind: str = "llama") -> Path:
+    """Make a random model of a kind that ``tiny_model.py`` of the tests has; return its folder."""
+    script = HERE.parent / "tests" / "vllm" / "tiny_model.py"
+    command = [sys.executable, str(script), str(folder), "0", kind]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
 def rows() -> Iterable[Row]:
     """Measure throughput without hits, steps while a tier hangs, and first tokens from files."""
     with tempfile.TemporaryDirectory(prefix="kvladder-bench-") as name:
         folder = Path(name)
-        model = folder / "tiny"
-        tiny = HERE.parent / "tests" / "vllm" / "tiny_model.py"
-        command = [sys.executable, str(tiny), str(model), "0"]
-        subprocess.run(command, check=True, capture_output=True)
+        model = make_model(folder / "tiny")
         yield without_hits(model, folder, length=512)
-        larger = folder / "larger"
-        command = [sys.executable, str(tiny), str(larger), "0", "llama_100m"]
-        subprocess.run(command, check=True, capture_output=True)
+        larger = make_model(folder / "larger", "llama_100m")
         yield without_hits(larger, folder, length=64)
         yield from hanging(model, folder)
         yield behind_a_slow_link(model, folder)

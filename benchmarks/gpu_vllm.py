@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_vllm_engine import HERE, Engine, Prompts, kvladder_with, prompts_of
+from benchmarks.bench_vllm_engine import Engine, Prompts, kvladder_with, make_model, prompts_of
 from benchmarks.gpu_model import BLOCK
 from benchmarks.gpu_parts import BLOCKS, CUDA, LONG_CYCLES, copying, seconds_of
 from benchmarks.row import Row
@@ -83,10 +81,7 @@ def engines(*, dry: bool = False) -> Iterable[Row]:
     """Measure first tokens of prompts computed and loaded; test runners and equal answers."""
     with TemporaryDirectory(prefix="kvladder-") as name:
         folder = Path(name)
-        tiny = HERE.parent / "tests" / "vllm" / "tiny_model.py"
-        kind = "llama" if dry else "llama_100m"
-        command = [sys.executable, str(tiny), str(folder / "model"), "0", kind]
-        subprocess.run(command, check=True, capture_output=True)
+        make_model(folder / "model", "llama" if dry else "llama_100m")
         peer_s: float | None = None
         for side in sides(dry=dry):
             computed_s, loaded_s = _first_tokens(side, folder, DRY_TOKENS if dry else TOKENS)

@@ -18,7 +18,6 @@ from kvladder.control.sockets import NobodyThere, ask, sockets
 from kvladder.errors import ConfigError, TierError, Unavailable, refusal
 from kvladder.forgetting.check import Check, LevelCheck, Looker, as_lines
 from kvladder.forgetting.ledger import PurgeLedger, read_keys
-from kvladder.forgetting.owed import receipt_id
 from kvladder.forgetting.purger import BEYOND
 from kvladder.forgetting.receipt import (
     RECEIPT_BYTES_MAX,
@@ -26,6 +25,7 @@ from kvladder.forgetting.receipt import (
     Receipt,
     Signer,
     read_receipt,
+    receipt_id,
     timestamp,
 )
 from kvladder.keys import BlockKey, Namespace

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from dataclasses import dataclass, field
 
-from kvladder.forgetting.receipt import Receipt, timestamp
+from kvladder.forgetting.receipt import Receipt
 from kvladder.tiers.ladder.level import Level
 
 
@@ -38,8 +37,3 @@ def why_owed(level: Level) -> str:
         return ""
     state = level.client.states["remove"]
     return "in progress" if state == "closed" else f"calls to remove fail: breaker {state}"
-
-
-def receipt_id(wall_s: float) -> str:
-    """Return a new id; ids are in the order of their times."""
-    return timestamp(wall_s)[:19].replace("-", "").replace(":", "") + f"-{secrets.token_hex(4)}"

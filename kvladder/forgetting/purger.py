@@ -14,8 +14,8 @@ import numpy as np
 from kvladder.errors import ConfigError, KvladderError, Unavailable
 from kvladder.forgetting.check import Check, check_levels
 from kvladder.forgetting.ledger import PurgeLedger
-from kvladder.forgetting.owed import OpenPurge, receipt_id, why_owed
-from kvladder.forgetting.receipt import LevelResult, Receipt, seconds, timestamp
+from kvladder.forgetting.owed import OpenPurge, why_owed
+from kvladder.forgetting.receipt import LevelResult, Receipt, receipt_id, seconds, timestamp
 from kvladder.forgetting.scope import PurgeScope
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import STEP

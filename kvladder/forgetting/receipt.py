@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -156,6 +157,11 @@ class Signer:
 def timestamp(wall_s: float) -> str:
     """Return seconds since the epoch as text, in UTC."""
     return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds")
+
+
+def receipt_id(wall_s: float) -> str:
+    """Return a new id; ids are in the order of their times."""
+    return timestamp(wall_s)[:19].replace("-", "").replace(":", "") + f"-{secrets.token_hex(4)}"
 
 
 def seconds(text: str) -> float:

@@ -19,7 +19,7 @@ from kvladder.hints.outcomes import (
     rejected,
     verb_of,
 )
-from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped
+from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped, ToRank
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
@@ -344,25 +344,24 @@ class HintExecutor:
 
         Returns the outcome of each.
         """
-        found, rankings, clips = dict[int, ActionResult](), list[Ranking](), list[tuple[int, str]]()
+        found, waiting = dict[int, ActionResult](), list[ToRank]()
         for number, action in enumerate(actions):
             try:
                 order = order_of(action)
                 if isinstance(order, _RANKS):
                     ranking, clipped = self._ranking(order, request)
                     if ranking is not None:
-                        rankings.append(ranking)
-                        clips.append((number, clipped))
+                        waiting.append(ToRank(number, ranking, clipped))
                         continue
                     result = _UNNAMED
                 else:
-                    self._rank(actions, rankings, clips, found)
+                    self._rank(actions, waiting, found)
                     result = self._done(message, order, request)
             except RefusedHint as error:
                 found[number] = rejected(action, str(error))
             else:
                 found[number] = ActionResult(action.action_id, *result[1:])
-        self._rank(actions, rankings, clips, found)
+        self._rank(actions, waiting, found)
         return [found[number] for number in range(len(actions))]
 
     def _done(
@@ -417,18 +416,16 @@ class HintExecutor:
     def _rank(
         self,
         actions: Sequence[Action],
-        rankings: list[Ranking],
-        clips: list[tuple[int, str]],
+        waiting: list[ToRank],
         found: dict[int, ActionResult],
     ) -> None:
-        """Rank the blocks of some actions, and add their outcomes to ``found``."""
-        if not rankings:
+        """Rank the blocks of those that wait, all at once, and add their outcomes to ``found``."""
+        if not waiting:
             return
-        moves = self._commands.rank(rankings)
-        for (number, clipped), moved in zip(clips, moves, strict=True):
+        moves = self._commands.rank([one.ranking for one in waiting])
+        for (number, _, clipped), moved in zip(waiting, moves, strict=True):
             found[number] = ranked(actions[number].action_id, moved, clipped)
-        rankings.clear()
-        clips.clear()
+        waiting.clear()
 
     def _prefetch(
         self, message: tuple[str, str], scope: Scoped, order: PrefetchHint

@@ -120,14 +120,18 @@ class SimLoop(VirtualLoop):
         return super().call_at(when, callback, *args, context=context)
 
     def _run_one(self) -> None:
-        """Run one waiting callback, chosen at random; those of one future run in order."""
+        """Run one waiting callback."""
+        handle, _ = self._chosen()
+        if not handle.cancelled():
+            handle._run()
+
+    def _chosen(self) -> tuple[asyncio.Handle, object]:
+        """Take a waiting callback, chosen at random, with its future; one future's run in order."""
         chosen = self._random.randrange(len(self._waiting))
         future = self._waiting[chosen][1]
         if future is not None:
             chosen = next(i for i, (_, of) in enumerate(self._waiting) if of is future)
-        handle, _ = self._waiting.pop(chosen)
-        if not handle.cancelled():
-            handle._run()
+        return self._waiting.pop(chosen)
 
     def call_soon_threadsafe(
         self,

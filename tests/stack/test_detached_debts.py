@@ -16,7 +16,7 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from tests.stack.caches import COMMIT, QUICK
 from tests.stack.test_changing import attacher, definition, lifecycle_of
 from tests.stack.test_erasing import KeepingTier, left
-from tests.stack.test_forgetting import MINUTE_S, purging, stored, there
+from tests.stack.test_forgetting import MINUTE_S, keep, purging, stored, there
 
 MEDIUM = "the medium"
 
@@ -76,13 +76,7 @@ async def test_a_shared_level_that_owes_pays_when_it_is_attached_again(
 async def test_a_private_level_does_not_bring_back_what_it_owes(tmp_path: Path) -> None:
     """It was left out when the purge was asked, so no index named its blocks."""
     store = FakeStore()
-    async with purging(tmp_path, LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as (
-        cache,
-        _,
-    ):
-        cache.save(cache.keys(1, 2), salt="red", parent=START)
-        cache.save(cache.keys(3), salt="red", parent=START)
-        await cache.settle()
+    await keep(tmp_path, store)
     away = FakeTier([Fail(on="open", times=None)], store=store, durable=True)
     async with purging(tmp_path, LevelSpec(away, COMMIT, settings=QUICK)) as (cache, purger):
         scope = PurgeScope(keys=[cache.keys(1)[0].hex()], salt="red")

@@ -183,15 +183,18 @@ async def test_a_purge_owed_at_a_stop_is_paid_at_the_next_start(tmp_path: Path) 
         assert store.spaces[cache.manager.namespace].keys() >= {cache.keys(4)[0]}
 
 
-async def test_a_private_tier_that_was_left_out_forgets_when_it_is_back(tmp_path: Path) -> None:
-    store = FakeStore()
-    async with purging(tmp_path, LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as (
-        cache,
-        purger,
-    ):
+async def keep(tmp_path: Path, store: FakeStore) -> None:
+    """Leave a prefix of two blocks, and another block, on the medium of a private level."""
+    tier = FakeTier(store=store, durable=True)
+    async with purging(tmp_path, LevelSpec(tier, COMMIT)) as (cache, _):
         cache.save(cache.keys(1, 2), salt="red", parent=START)
         cache.save(cache.keys(3), salt="red", parent=START)
         await cache.settle()
+
+
+async def test_a_private_tier_that_was_left_out_forgets_when_it_is_back(tmp_path: Path) -> None:
+    store = FakeStore()
+    await keep(tmp_path, store)
     away = FakeTier([Fail(on="open", times=None)], store=store, durable=True)
     async with purging(tmp_path, LevelSpec(away, COMMIT, settings=QUICK)) as (cache, purger):
         scope = PurgeScope(keys=[cache.keys(1)[0].hex()], salt="red")

@@ -147,11 +147,7 @@ class FleetLoop(SimLoop):
         return task
 
     def _run_one(self) -> None:
-        chosen = self._random.randrange(len(self._waiting))
-        future = self._waiting[chosen][1]
-        if future is not None:
-            chosen = next(i for i, (_, of) in enumerate(self._waiting) if of is future)
-        handle, _ = self._waiting.pop(chosen)
+        handle, future = self._chosen()
         if handle.cancelled():
             return
         process: Process | None = handle._context.get(HERE)  # type: ignore[attr-defined]

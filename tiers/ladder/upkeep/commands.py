@@ -67,15 +67,18 @@ class StackCommands:
     def rank(self, rankings: Sequence[Ranking]) -> list[Moved]:
         """Give blocks a priority, for each of ``rankings`` in order."""
         found: list[Moved] = []
-        at = 0
-        while at < len(rankings):
-            count, end = len(rankings[at].keys), at + 1
-            while end < len(rankings) and (count := count + len(rankings[end].keys)) <= STEP:
-                end += 1
-            few = rankings[at:end]
-            found += self._rank_few(few) if count <= STEP or end > at + 1 else [self._rank(few[0])]
-            at = end
-        return found
+        few, count = list[Ranking](), 0
+        for one in rankings:
+            count += len(one.keys)
+            if few and count > STEP:
+                found += self._rank_few(few)
+                few, count = [], len(one.keys)
+            if count > STEP:
+                found.append(self._rank(one))
+                count = 0
+            else:
+                few.append(one)
+        return found + self._rank_few(few) if few else found
 
     def _rank(self, ranking: Ranking) -> Moved:
         """Rank any number of blocks, in steps."""
