@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import inf
 from threading import RLock
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvladder.arena import Arena
-from kvladder.errors import ClosedError
-from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.metrics import Missed, Stats
+from kvladder.metrics import Missed
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import LATER, Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
 from kvladder.tiers.guests import Closing as Closing
-from kvladder.tiers.guests import Guests
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
 from kvladder.tiers.ladder.batched import POLL_S as POLL_S
 from kvladder.tiers.ladder.batched import BatchedFetch as BatchedFetch
 from kvladder.tiers.ladder.batched import BatchedSave as BatchedSave
-from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S
-from kvladder.tiers.ladder.client import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import PrefetchSet as PrefetchSet
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
-from kvladder.tiers.ladder.queries import level_counts
+from kvladder.tiers.ladder.owner import CLOSE_TIMEOUT_S as CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.owner import FLUSH_TIMEOUT_S as FLUSH_TIMEOUT_S
+from kvladder.tiers.ladder.owner import StackOwner
 from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
@@ -47,15 +41,10 @@ from kvladder.tiers.spans import LookupSpan as LookupSpan
 from kvladder.tiers.spans import TraceHeaders as TraceHeaders
 from kvladder.units import Size, counted
 
-T = TypeVar("T")
 R = TypeVar("R", bound=Reserved)
 
-FLUSH_TIMEOUT_S = 10.0
-"""Default time that closing waits for the flush to levels that outlive the engine."""
 SET_MAX = BATCH
 """Largest number of blocks in one ``fetch_set``."""
-CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
-"""Time limit of closing after the flush. All levels close at once, each with its own time limit."""
 
 
 class Lookup(NamedTuple):
@@ -67,7 +56,7 @@ class Lookup(NamedTuple):
     """Length of the prefix in which each block is in some level."""
 
 
-class CacheManager:
+class CacheManager(StackOwner):
     """Composes arena and stack for one engine. Only ``close`` waits for a tier.
 
     Owns the objects it is given and closes them. Calls may come from any thread. The engine copies
@@ -88,54 +77,41 @@ class CacheManager:
         publisher: Closing | None = None,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        self.layout = layout
-        self.namespace = namespace
-        self.arena = arena
+        super().__init__(
+            layout=layout,
+            namespace=namespace,
+            arena=arena,
+            stack=stack,
+            portal=portal,
+            description=description,
+            publisher=publisher,
+        )
         self.ladder: Ladder = stack
         """The levels, as pools, publishers and connectors use them."""
-        self._stack = stack
-        self._portal = portal
-        self.post = portal.post
-        """Calls a function on the loop thread, soon; from any thread."""
         self.fetch_deadline_s = fetch_deadline_s
         """Default deadline of a fetch."""
         self.kinds = kinds
         """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
-        self.description = description
-        """The resolved configuration as text."""
-        self._publisher = publisher
         self.limits = limits
         """Limits on the priorities that a request may ask for."""
         self.commands = StackCommands(stack)
         """Commands about blocks that the levels hold."""
         self.upkeep = StackUpkeep(stack)
         """What an operator may ask about blocks: where they lie, to check and to evict them."""
-        self._pid = os.getpid()
         self._clock, self.tracer = stack.shared.clock, stack.shared.tracer
-        lost = self._unreleased = stack.shared.unreleased
+        lost = stack.shared.unreleased
         self._fetches = SlotAdmission(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
         self._saves = SlotAdmission(1, self._clock, lost)
-        self.guests = Guests(self)
-        """What is closed before the cache."""
-        self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
-        self._described: list[Callable[[], Sequence[str]]] = []
         self.sessions = Sessions(lock=RLock())
         """The sessions' blocks, as far as engines name sessions."""
         self.name_blocks: Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]] | None = None
         """Names the whole blocks of tokens under a salt, by group, if the engine set it."""
-        self._closed = False
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         slots, size = counted(self.arena.slots, "slot"), Size(self.layout.slot_bytes).about()
         space = self.namespace.hex()[:16]
         return f"<CacheManager {state}: {self._stack!r}, {slots} of {size}, namespace {space}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def lookup(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Lookup:
         """Return how much of a prefix is cached in ``levels`` (None: all); change nothing."""
@@ -509,90 +485,3 @@ class CacheManager:
     def resetting(self) -> bool:
         """True while a reset is in progress."""
         return self._stack.resetting
-
-    def stats(self) -> Stats:
-        """Return counters and occupancy by level, hottest first, and of the arena; plain data."""
-        stack = self._stack
-        self._unreleased.settle()
-        levels = [*stack.levels]  # one may be attached or detached meanwhile
-        said = [level.client.gauges() for level in levels]  # theirs, so without the lock
-        with stack.lock:
-            size = self.layout.block_bytes
-            host = {**stack.host.stats.as_dict(size), **stack.host.index.as_dict()}
-            host["capacity"] = self.arena.slots
-            found: Stats = {stack.host.name: host}
-            for level, own in zip(levels, said, strict=True):
-                found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
-            found["misses"] = stack.loader.misses.as_dict(self.layout.block_tokens)
-            found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
-            lost = self._unreleased.counts.total()
-            found["loop"] = {"faults": self._portal.faults, "unreleased": lost}
-        return found | {name: counts() for name, counts in self._sections.items()}
-
-    def take_events(self) -> list[Event]:
-        """Return the events since the last call; for one caller, the publisher if there is one."""
-        with self._stack.lock:
-            return self._stack.shared.events.take()
-
-    def describe(self) -> str:
-        """Return the resolved configuration as text, and the levels that are left out now."""
-        out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
-        now = chain.from_iterable(lines() for lines in self._described)
-        left = (f"{name} is left out: {why}" for name, why in out)
-        return "\n".join([self.description, *now, *left])
-
-    def idle(self) -> bool:
-        """Return whether no level has anything left to write."""
-        with self._stack.lock:
-            return not self._stack.pending
-
-    def check(self) -> None:
-        """Assert every invariant; O(n), for tests."""
-        self._stack.check()
-
-    def admit(self, guest: Closing) -> None:
-        """Register ``guest``, which uses this cache, to be closed before it."""
-        self.guests.admit(guest)
-
-    def report(
-        self,
-        section: str,
-        counts: Callable[[], dict[str, Any]],
-        lines: Callable[[], Sequence[str]] = tuple,
-    ) -> None:
-        """Add ``counts()`` to ``stats`` and ``lines()`` to ``describe``; any thread calls both."""
-        self._sections[section] = counts
-        self._described.append(lines)
-
-    def flush(self, *, timeout_s: float) -> bool:
-        """Write blocks that only host holds to levels that outlive it; return False on timeout."""
-        with suppress(TimeoutError):
-            self._portal.call(self._stack.flush(), timeout_s=timeout_s)
-            return True
-        return False
-
-    def close(self, *, timeout_s: float | None = None) -> None:
-        """Flush to durable levels, end the loop, and unmap the arena; may be called again.
-
-        ``timeout_s`` bounds the flush; None stands for ``FLUSH_TIMEOUT_S``. The rest takes about
-        ten seconds at most, whatever tiers do: calls that have not ended by then are abandoned. In
-        a forked child it does nothing, since the cache belongs to the parent.
-        """
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        self.guests.close()
-        self._unreleased.close(*self._stack.held())
-        flush_s = FLUSH_TIMEOUT_S if timeout_s is None else timeout_s
-        try:
-            closing = self._stack.aclose(flush_timeout_s=flush_s)
-            self._portal.call(closing, timeout_s=flush_s + CLOSE_TIMEOUT_S)
-        except (TimeoutError, ClosedError) as error:
-            self._stack.shared.notices.say("close", f"closing the cache did not finish: {error!r}")
-        if self._publisher is not None:
-            self._publisher.close()
-        self._portal.close()
-        behind = sum(level.client.behind for level in self._stack.levels)
-        if not self.arena.close() and behind:
-            what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
-            self._stack.shared.notices.say("arena", what)

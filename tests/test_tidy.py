@@ -35,9 +35,9 @@ LINE_LENGTH_MAX = 100
 
 # Where an error of any kind may be caught and not raised again, and why.
 CATCHES_ALL = {
-    "tiers/ladder/client.py": "turns whatever a tier says into a value",
+    "tiers/ladder/calling/client.py": "turns whatever a tier says into a value",
     "tiers/ladder/records/guard.py": "leaves a policy that fails for LRU, and says so",
-    "tiers/ladder/breaker.py": "has a task that died begin anew",
+    "tiers/ladder/calling/breaker.py": "has a task that died begin anew",
     "kvladder/runtime.py": "counts it: the loop goes on",
     "tiers/blocking.py": "hands it to whoever awaits the call",
     "kvladder/children/pipe.py": "tells the process that called",

@@ -24,7 +24,7 @@ from kvladder.schema import is_list, is_text, within
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import purge_files
-from kvladder.tiers.ladder.client import PURGE_TIMEOUT_S
+from kvladder.tiers.ladder.calling.client import PURGE_TIMEOUT_S
 from kvladder.units import Duration, counted
 
 BAR: Final = 30

@@ -13,7 +13,7 @@ from kvladder.control.sockets import NobodyThere, NotAnswering
 from kvladder.errors import ConfigError
 from kvladder.metrics import SECTIONS
 from kvladder.shadow.worth import as_text
-from kvladder.tiers.ladder.breaker import BREAKER_STATES
+from kvladder.tiers.ladder.calling.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.loading.misses import NO_LEVEL
 from kvladder.units import Size, counted
 

@@ -11,7 +11,7 @@ from kvladder.config.stack import StackConfig
 from kvladder.layout import Layout
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import PipelineSettings
-from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelDefinition, LevelSettings
 
 

@@ -23,7 +23,7 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import scratch_blocks, told_apart
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
-from kvladder.tiers.ladder.client import Threads
+from kvladder.tiers.ladder.calling.client import Threads
 from kvladder.tiers.ladder.definition import LevelDefinition as Spec
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack

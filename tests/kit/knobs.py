@@ -11,7 +11,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
-from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelSettings
 from tests.kit.mirror import MirrorCodec
 

@@ -22,7 +22,7 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import misbehaviours, troubles
 from kvladder.tiers.answers import KINDS
 from kvladder.tiers.context import Blocking
-from kvladder.tiers.ladder.client import BEHIND_CALLS_MAX
+from kvladder.tiers.ladder.calling.calls import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.mirror import plain

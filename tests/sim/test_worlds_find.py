@@ -15,10 +15,10 @@ from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers import label as labels
 from kvladder.tiers.answers import KINDS
-from kvladder.tiers.ladder import client as doors
 from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
-from kvladder.tiers.ladder.client import TierClient
+from kvladder.tiers.ladder.calling import calls
+from kvladder.tiers.ladder.calling.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading import reads
@@ -183,8 +183,8 @@ def unguarded(client: TierClient, what: str, ask: Callable[[], Any], otherwise: 
 
 
 OF_UNRULY: dict[str, tuple[Any, str, Any]] = {
-    "answers are taken as they are": (doors, "checked", lambda _kind, answer, _count: answer),
-    "what a tier raises reaches the loop": (doors, "contained", as_it_is),
+    "answers are taken as they are": (calls, "checked", lambda _kind, answer, _count: answer),
+    "what a tier raises reaches the loop": (calls, "contained", as_it_is),
     "what a tier says at once may raise": (TierClient, "_said", unguarded),
     "a success of one kind of call hides failures of another": (
         TierClient,

@@ -10,7 +10,7 @@ from typing import Any
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelSettings
 
 COMMIT = OffloadRule(when="commit")

@@ -16,7 +16,8 @@ from kvladder.testing.fakes import FakeTier, Hang
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
-from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.calling.calls import CALLS_TIMEOUT_S
+from kvladder.tiers.ladder.calling.client import CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.lifecycle import KEEP_S
 
 

@@ -19,8 +19,9 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import LevelRead
-from kvladder.tiers.ladder import breaker
-from kvladder.tiers.ladder.client import BEHIND_CALLS_MAX, CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.calling import breaker
+from kvladder.tiers.ladder.calling.calls import BEHIND_CALLS_MAX, CALLS_TIMEOUT_S
+from kvladder.tiers.ladder.calling.client import CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.definition import LevelSettings
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed

@@ -19,7 +19,8 @@ from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import Facts, RecoveredBlock
-from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.calling.calls import CALLS_TIMEOUT_S
+from kvladder.tiers.ladder.calling.client import CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.lifecycle import OPEN_TIMEOUT_S
 from kvladder.units import Size
 from tests.crash.harness import ROOT, new_disk

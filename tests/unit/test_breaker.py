@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvladder.tiers.ladder.breaker import Breaker, BreakerSettings
+from kvladder.tiers.ladder.calling.breaker import Breaker, BreakerSettings
 
 SETTINGS = BreakerSettings(failures=2, retry_s=5.0, retry_max_s=15.0)
 

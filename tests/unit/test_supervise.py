@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvladder.tiers.ladder.breaker import PAUSE_S, supervised
+from kvladder.tiers.ladder.calling.breaker import PAUSE_S, supervised
 
 ERRORS = (ZeroDivisionError, asyncio.CancelledError, BaseException)
 

@@ -11,7 +11,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.pipeline import PipelineSettings
-from kvladder.tiers.ladder.breaker import CallSettings
+from kvladder.tiers.ladder.calling.breaker import CallSettings
 
 
 @dataclass(frozen=True, slots=True)

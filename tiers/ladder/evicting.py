@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 
@@ -14,18 +13,21 @@ from kvladder.metrics import DropReason, MissReason
 from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
-from kvladder.tiers.ladder.client import CallOutcome, TierClient
+from kvladder.tiers.ladder.calling.calls import CallOutcome
+from kvladder.tiers.ladder.calling.client import TierClient
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.places import PlaceAllocator
-from kvladder.tiers.ladder.writing.queue import RemovalQueue
+from kvladder.tiers.ladder.writing.purges import PurgeQueue
+from kvladder.tiers.ladder.writing.queue import RemovalQueue, WriteQueue
+from kvladder.tiers.ladder.writing.transit import WritesInFlight
 
 LOST_MAX = 4096
 """Most blocks that are remembered as lost or damaged by a shared tier."""
 
 
 class EvictingLevel(BaseLevel[int]):
-    """The half of a ``Level`` by which blocks leave it.
+    """The half of a ``Level`` by which blocks leave it, and its queues.
 
     A place is free again when the tier has forgotten its block. A shared tier keeps blocks for
     others, unless a user removed them: there, places mean nothing and are free at once.
@@ -42,7 +44,10 @@ class EvictingLevel(BaseLevel[int]):
         """The largest batch that is given to the tier, so that its bookkeeping stays short."""
         self.places = PlaceAllocator(spec.capacity_blocks)
         self._above = above
+        self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
+        self._in_flight = WritesInFlight(shared.arena)
         self._removal_queue = RemovalQueue(spec.capacity_blocks)
+        self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._undone))
         self._lost: dict[BlockKey, None] = {}
         """Blocks that a shared tier did not deliver or damaged. The next write replaces them there.
         """
@@ -92,6 +97,70 @@ class EvictingLevel(BaseLevel[int]):
         self._above.settled(self, keys, stored=False)
         return places
 
+    # ---- removal by a user, and writes that are cancelled
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forget the blocks and return how many were here. No earlier transfer brings one back.
+
+        A shared tier forgets them for all engines.
+        """
+        self.purges.condemn(*keys)
+        recalled = self.recall(keys)
+        if self.tier.shared:  # others may have put it there
+            foreign = [key for key in keys if key not in self.index and key not in recalled]
+            self.remove_later([Ref(key, NO_PLACE) for key in foreign])
+        return super().remove(keys)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Remove unusable blocks; a shared tier keeps them, as other engines may be able to use
+        them.
+        """
+        if self.tier.shared:
+            self.forget([key for key in keys if key in self.index], "lost")
+        else:
+            self.remove(keys)
+
+    def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
+        """Cancel writes of ``keys``, only those of ``salt`` if one is given.
+
+        Queued blocks leave the queue. Blocks that are being written are removed after that. Returns
+        the keys that may still come to be stored.
+        """
+        found: set[BlockKey] = set()
+        queue, in_flight, removals = self.write_queue, self._in_flight, self._removal_queue
+        for key in keys if queue or in_flight or removals.abandoned else ():
+            if (one := queue.get(key)) is not None:
+                if one.is_of(salt):
+                    self._give_up([key])
+            # the salt of a block that is being removed is not known any more
+            elif in_flight.recall(key, salt) or (salt is None and key in removals.abandoned):
+                found.add(key)
+        return found
+
+    def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
+        """Take blocks out of the write queue, which frees their slots, and count them as drops."""
+        for key in keys:
+            self._dropped(reason, key, self.write_queue[key].meta.priority)
+        self.index.refused(keys, "room")
+        self._give_up(keys)
+
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        if keys := self.write_queue.among(keys):
+            self.write_queue.remove(keys)
+            self._above.settled(self, keys, stored=False)
+
+    def purge(self, salt: bytes | None) -> None:
+        """Queue a purge of a salt, or of everything for None.
+
+        A shared tier is purged before anything else is done with it, and is not asked until then.
+        Blocks of the salt that are stored there meanwhile are removed again. Another tier erases
+        step by step between writes, once all removals have ended.
+        """
+        self.purges.add(salt)
+        if self.tier.shared:
+            self._in_flight.purge(salt)
+        self._above.wake()
+
     # ---- removal from the tier
 
     def remove_later(self, blocks: Sequence[Ref]) -> None:
@@ -115,10 +184,6 @@ class EvictingLevel(BaseLevel[int]):
             self._removal_queue.abandoned.update(key for key, _ in blocks)
             self._give_up([key for key, _ in blocks])
 
-    @abstractmethod
-    def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        """Drop those of ``keys`` that are queued to be written."""
-
     def forgotten_late(self, blocks: Sequence[Ref]) -> None:
         """End a removal that was an abandoned call, and queue it again."""
         self._removal_queue.abandoned.difference_update(key for key, _ in blocks)
@@ -128,6 +193,28 @@ class EvictingLevel(BaseLevel[int]):
         """Forget recovered blocks that the tier will recover again."""
         self.index.drop(keys)
         self._removal_queue = RemovalQueue(self.capacity_blocks)
+
+    def leaving(self, key: BlockKey) -> bool:
+        """Return whether the tier has still to forget the block, or may still come to store it."""
+        return key in self._removal_queue or key in self._in_flight.abandoned
+
+    @property
+    def removals(self) -> int:
+        """Number of blocks that the tier still has to forget, and of purges that are not over."""
+        return self._undone + self._in_flight.tombstones + len(self.purges)
+
+    def owed(self) -> set[BlockKey | bytes | None]:
+        """Return what the tier has still to forget: keys, salts, None for everything."""
+        return {*self._removal_queue.keys(), *self._in_flight.abandoned, *self.purges.salts()}
+
+    @property
+    def _undone(self) -> int:
+        return self._removal_queue.removing + self.abandoned
+
+    @property
+    def abandoned(self) -> int:
+        """Number of blocks that abandoned calls may still store or remove."""
+        return len(self._in_flight.abandoned) + len(self._removal_queue.abandoned)
 
     # ---- room for newcomers
 

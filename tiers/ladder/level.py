@@ -22,15 +22,13 @@ from kvladder.tiers.answers import Results
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
-from kvladder.tiers.ladder.client import CallOutcome
+from kvladder.tiers.ladder.calling.calls import CallOutcome
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.evicting import EvictingLevel
 from kvladder.tiers.ladder.records.ghosts import OF_VERDICT
 from kvladder.tiers.ladder.records.meta import BlockMeta, alike, runs
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
-from kvladder.tiers.ladder.writing.purges import PurgeQueue
-from kvladder.tiers.ladder.writing.queue import WriteQueue
-from kvladder.tiers.ladder.writing.transit import WritesInFlight, facts_of, ranks
+from kvladder.tiers.ladder.writing.transit import facts_of, ranks
 
 
 class Level(EvictingLevel):
@@ -48,11 +46,8 @@ class Level(EvictingLevel):
         self.endurance_bytes = spec.endurance_bytes
         self.pace = Pace()
         """Measured time of reads."""
-        self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
-        self._in_flight = WritesInFlight(shared.arena)
         self.is_detached = False
         """True if it takes no blocks any more, because it left the stack."""
-        self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._undone))
 
     def depart(self) -> None:
         """Take no blocks from now on: the level leaves the stack."""
@@ -156,23 +151,6 @@ class Level(EvictingLevel):
         """Return every block that is queued or being written."""
         return [*self.write_queue, *self._in_flight.writing]
 
-    def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
-        """Cancel writes of ``keys``, only those of ``salt`` if one is given.
-
-        Queued blocks leave the queue. Blocks that are being written are removed after that. Returns
-        the keys that may still come to be stored.
-        """
-        found: set[BlockKey] = set()
-        queue, in_flight, removals = self.write_queue, self._in_flight, self._removal_queue
-        for key in keys if queue or in_flight or removals.abandoned else ():
-            if (one := queue.get(key)) is not None:
-                if one.is_of(salt):
-                    self._give_up([key])
-            # the salt of a block that is being removed is not known any more
-            elif in_flight.recall(key, salt) or (salt is None and key in removals.abandoned):
-                found.add(key)
-        return found
-
     def adopt(self, keys: Sequence[BlockKey], salt: bytes, spare: AbstractSet[BlockKey]) -> None:
         """Hold blocks of a salt that others put into a shared tier, as many as fit, head first.
 
@@ -198,45 +176,6 @@ class Level(EvictingLevel):
         """Return whether the block is being written here."""
         return key in self._in_flight.writing
 
-    # ---- what goes
-
-    def leaving(self, key: BlockKey) -> bool:
-        """Return whether the tier has still to forget the block, or may still come to store it."""
-        return key in self._removal_queue or key in self._in_flight.abandoned
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove unusable blocks; a shared tier keeps them, as other engines may be able to use
-        them.
-        """
-        if self.tier.shared:
-            self.forget([key for key in keys if key in self.index], "lost")
-        else:
-            self.remove(keys)
-
-    def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the blocks and return how many were here. No earlier transfer brings one back.
-
-        A shared tier forgets them for all engines.
-        """
-        self.purges.condemn(*keys)
-        recalled = self.recall(keys)
-        if self.tier.shared:  # others may have put it there
-            foreign = [key for key in keys if key not in self.index and key not in recalled]
-            self.remove_later([Ref(key, NO_PLACE) for key in foreign])
-        return super().remove(keys)
-
-    def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
-        """Take blocks out of the write queue, which frees their slots, and count them as drops."""
-        for key in keys:
-            self._dropped(reason, key, self.write_queue[key].meta.priority)
-        self.index.refused(keys, "room")
-        self._give_up(keys)
-
-    def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        if keys := self.write_queue.among(keys):
-            self.write_queue.remove(keys)
-            self._above.settled(self, keys, stored=False)
-
     def queue_again(self, block: Ref, slot: Slot, meta: BlockMeta) -> None:
         """Queue a block that was lifted from its place, with a claim of the level's own."""
         queue = self.write_queue
@@ -254,18 +193,6 @@ class Level(EvictingLevel):
         """Drop a step of queued blocks, and return whether more are queued."""
         self._lose("breaker", list(islice(self.write_queue, STEP)))
         return bool(self.write_queue)
-
-    def purge(self, salt: bytes | None) -> None:
-        """Queue a purge of a salt, or of everything for None.
-
-        A shared tier is purged before anything else is done with it, and is not asked until then.
-        Blocks of the salt that are stored there meanwhile are removed again. Another tier erases
-        step by step between writes, once all removals have ended.
-        """
-        self.purges.add(salt)
-        if self.tier.shared:
-            self._in_flight.purge(salt)
-        self._above.wake()
 
     # ---- what its writer and its readers do, step by step
 
@@ -463,24 +390,6 @@ class Level(EvictingLevel):
         blocks = *self._in_flight.writing.values(), *self.write_queue.oldest(1)
         since_s = [one.since_s for one in blocks]
         return self.shared.clock.now() - min(since_s) if since_s else 0.0
-
-    @property
-    def removals(self) -> int:
-        """Number of blocks that the tier still has to forget, and of purges that are not over."""
-        return self._undone + self._in_flight.tombstones + len(self.purges)
-
-    def owed(self) -> set[BlockKey | bytes | None]:
-        """Return what the tier has still to forget: keys, salts, None for everything."""
-        return {*self._removal_queue.keys(), *self._in_flight.abandoned, *self.purges.salts()}
-
-    @property
-    def _undone(self) -> int:
-        return self._removal_queue.removing + self.abandoned
-
-    @property
-    def abandoned(self) -> int:
-        """Number of blocks that abandoned calls may still store or remove."""
-        return len(self._in_flight.abandoned) + len(self._removal_queue.abandoned)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""

@@ -15,8 +15,9 @@ from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Facts, RecoveredBlock, Ref
-from kvladder.tiers.ladder.breaker import contained
-from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
+from kvladder.tiers.ladder.calling.breaker import contained
+from kvladder.tiers.ladder.calling.calls import CALLS_TIMEOUT_S
+from kvladder.tiers.ladder.calling.client import Threads
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.writing.writer import Writer, WriterCallbacks

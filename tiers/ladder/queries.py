@@ -13,7 +13,7 @@ from kvladder.tiers.answers import KINDS
 from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder.base_level import EventBuffer, Shared
-from kvladder.tiers.ladder.breaker import BREAKER_STATES
+from kvladder.tiers.ladder.calling.breaker import BREAKER_STATES
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex

@@ -17,7 +17,7 @@ from kvladder.policy.admission import AdaptiveAdmission
 from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.schema import within
 from kvladder.tiers.ladder.base_level import BaseLevel, Expiry, Shared
-from kvladder.tiers.ladder.client import Threads
+from kvladder.tiers.ladder.calling.client import Threads
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from kvladder.metrics import SECTIONS
 from kvladder.schema import is_mapping
 from kvladder.shadow.worth import as_text
-from kvladder.tiers.ladder.breaker import BREAKER_STATES
+from kvladder.tiers.ladder.calling.breaker import BREAKER_STATES
 
 RATE_S: Final = 5.0
 """Rates are means of so many seconds."""

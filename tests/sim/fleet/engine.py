@@ -25,7 +25,7 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
-from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.units import Size

@@ -9,7 +9,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import KEY_BYTES, BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import STEP
-from kvladder.tiers.ladder.client import Threads
+from kvladder.tiers.ladder.calling.client import Threads
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle

@@ -16,7 +16,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.label import LevelRead, Ref
 from kvladder.tiers.ladder.base_level import BaseLevel
-from kvladder.tiers.ladder.breaker import CallSettings
+from kvladder.tiers.ladder.calling.breaker import CallSettings
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.lifecycle import LevelLifecycle

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvladder.keys import BlockKey
 from kvladder.metrics import LevelStats
 from kvladder.tiers.label import RecoveredBlock
-from kvladder.tiers.ladder.client import TierClient
+from kvladder.tiers.ladder.calling.client import TierClient
 
 Filter = Callable[[Sequence[RecoveredBlock]], Sequence[bool]]
 """Returns for each recovered block whether the level may hold it."""

@@ -11,8 +11,8 @@ from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.base_level import StackCallbacks
-from kvladder.tiers.ladder.breaker import supervised
-from kvladder.tiers.ladder.client import CallOutcome
+from kvladder.tiers.ladder.calling.breaker import supervised
+from kvladder.tiers.ladder.calling.calls import CallOutcome
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.meta import BlockMeta
 

@@ -1,0 +1,1 @@
+"""The calls of a tier: deadlines, breakers, and what is left behind."""
