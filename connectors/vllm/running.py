@@ -12,7 +12,7 @@ from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.facts import EngineFacts
 from kvladder.connectors.vllm.holds import Holds
 from kvladder.connectors.vllm.identity.weights import MODEL, Weights
-from kvladder.connectors.vllm.lost import LostLoads
+from kvladder.connectors.vllm.loads import RequestLoads
 from kvladder.connectors.vllm.reports.events import KVEvents, NoKVEvents
 from kvladder.connectors.vllm.requests.answers import Answers
 from kvladder.connectors.vllm.requests.computing import Computing
@@ -21,9 +21,8 @@ from kvladder.connectors.vllm.requests.sessions import begin_in_session, end_in_
 from kvladder.connectors.vllm.requests.state import RequestState
 from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
 from kvladder.connectors.vllm.start import overwrites
-from kvladder.connectors.vllm.step import Attach, Load, Report, StepMetadata
+from kvladder.connectors.vllm.step import Attach, Report, StepMetadata
 from kvladder.connectors.vllm.worker import WorkerHalf
-from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
@@ -76,9 +75,6 @@ class RunningScheduler:
         self._groups = facts.groups
         self._contents = facts.contents
         self._policies = facts.policies
-        self._step_tokens = facts.step_tokens
-        self._waits = facts.caches_prefixes
-        """True if a request waits for another's load, to find it in vLLM's own prefix cache."""
         self._v2 = facts.v2
         self._overwrites = overwrites(facts.kv_cache_config)
         self.connector = connector
@@ -89,15 +85,9 @@ class RunningScheduler:
         self._beside = beside
         self._pool = pool
         self._states: dict[str, RequestState] = {}
-        self._loads: dict[JobId, Load] = {}
-        self._owners: dict[JobId, int] = {}
-        """Number of the request's adapter, if it has one, by copy of the step being built."""
-        self._lost = LostLoads()
         self._writes = Writes(self._groups)
         self._holds = Holds(pool if self._v2 and self._overwrites else None)
         self._awaited = False
-        self._layered = False
-        """True if the step being built has a load by layer."""
         manager = connector.manager
         self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
         self._recorder = recorder_of(manager)
@@ -110,13 +100,14 @@ class RunningScheduler:
             reads=facts.role != "kv_producer",
             handed_over=handed_over,
         )
+        self._loads = RequestLoads(facts, connector, self._answers)
         self._saver = Saver(
             self._groups,
             connector,
             default=facts.role != "kv_consumer",
             decode=facts.options.save_decode,
             interval=getattr(facts.kv_cache_config, "prefix_cache_retention_interval", None),
-            owners=self._owners,
+            owners=self._loads.owners,
         )
 
     # ---- the life of a request
@@ -159,24 +150,9 @@ class RunningScheduler:
         self._awaited = self._awaited or found is None
         if not found or state is None:
             return found, False
-        state.sync = self._step_waits(state.request.num_tokens - computed - found, found)
+        left = state.request.num_tokens - computed - found
+        state.sync = self._loads.step_waits(left, found, alone=len(self._states) == 1)
         return found, not state.sync
-
-    def _step_waits(self, left: int, found: int) -> bool:
-        """Return whether the step that computes ``left`` tokens waits for the ``found`` ones.
-
-        By layer, it waits if no other request is delayed, or if computing hides the copies. Only
-        one load per step goes by layer: a second one would begin only after all of the first.
-        """
-        if self._options.load != "layers":
-            return self._options.load == "sync"
-        if len(self._states) == 1:
-            return True
-        copies_s = self.connector.loading_s(found // self._groups.main.tokens)
-        computes_s = self.connector.manager.computing_s(int(min(left, self._step_tokens)))
-        if self._layered or copies_s is None or computes_s is None:
-            return False
-        return copies_s <= computes_s
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """Begin to load ``external`` tokens into the blocks that vLLM has given to a request.
@@ -204,48 +180,17 @@ class RunningScheduler:
             return
         state.told = state.own + external
         own = 0 if answer is None else answer[0]
-        self._layered = self._layered or (state.sync and self._options.load == "layers")
+        if state.sync and self._options.load == "layers":
+            self._loads.layered = True
         try:
-            self._load(state, own, own + external, tables, sync=state.sync)
+            self._loads.begin(state, own, own + external, tables, sync=state.sync)
         except Exception:  # vLLM already relies on these blocks: report a failed load to it
             self._answers.drop(state)
             state.lookup.fail()
             main = self._groups.main
             lost = tables[main.index][own // main.tokens : (own + external) // main.tokens]
-            self._lost.fail(request.request_id, lost, sync=state.sync)
+            self._loads.lost.fail(request.request_id, lost, sync=state.sync)
             raise
-
-    def _load(self, state: RequestState, own: int, end: int, tables: Tables, *, sync: bool) -> None:
-        state.sources = []
-        find = self._answers.take(state)
-        found = find.end
-        held = find.take()
-        try:
-            assert found == end, f"{end} tokens are to be loaded, {found} were found"
-            for group in self._groups:
-                start, stop = max(group.first(end), own // group.tokens), end // group.tokens
-                targets = tuple(tables[group.index][start:stop])
-                if not targets:
-                    continue
-                assert len(targets) == stop - start, "blocks are missing in vLLM's table"
-                assert 0 not in targets, "a block that is read is null in vLLM's table"
-                mine = held.pop(group.index)
-                first = start - mine.first
-                if group is self._groups.main:
-                    state.sources = mine.match.sources[first : first + len(targets)]
-                job_id = self.connector.load(mine.match, targets, first=first, group=group.index)
-                state.lookup.loading.add(job_id)
-                job = CopyJob(job_id, "onboard", targets, (), group.index)
-                self._loads[job_id] = Load(job, state.request.request_id, sync)
-                if state.number:
-                    self._owners[job_id] = state.number
-                if group is self._groups.main and self._waits:
-                    keys = state.keys(group, start, stop)
-                    self._answers.fills(state.request.request_id, keys)
-            state.lookup.begun()
-        finally:
-            for left in held.values():
-                left.match.release()
 
     def sources(self, request: Any) -> Counter[str]:
         """Return the number of tokens of a request's last load by type of level."""
@@ -304,12 +249,13 @@ class RunningScheduler:
             return self._build(output)
         except BaseException:
             self._holds.release_all()
-            self._lost.defer(replace(self._loads[j.id], job=j) for j in self.connector.withdraw())
+            begun = self._loads.in_flight
+            self._loads.lost.defer(replace(begun[j.id], job=j) for j in self.connector.withdraw())
             raise
 
     def failed(self) -> StepMetadata:
         """Return the tasks of a step that could not be built: its sync loads, which fail."""
-        loads = self._lost.due()
+        loads = self._loads.lost.due()
         return StepMetadata(loads=loads, attach=self._attach if loads else None)
 
     def _build(self, output: Any) -> StepMetadata:
@@ -318,7 +264,7 @@ class RunningScheduler:
         self.events.watch(getattr(self._pool, "kv_event_queue", ()))
         writes = self._writes.take(output)
         if connector.saving:
-            lost = (load.job.blocks for load in self._lost)
+            lost = (load.job.blocks for load in self._loads.lost)
             step.fence = connector.reading(chain(writes, *lost))
             before = self._overwrites or output.new_block_ids_to_zero or copies_of(output)
             step.late = self._v2 and bool(before)
@@ -327,27 +273,27 @@ class RunningScheduler:
             part_tails(outdated, output)
         if self._answers.usable:
             self._save(output)
-        step.loads = [*self._lost]
+        step.loads = [*self._loads.lost]
         for job in connector.begun:
             if job.direction == "offload":
                 self._holds.take(job)
                 step.saves.append(job)
             else:
-                step.loads.append(replace(self._loads[job.id], job=job))
+                step.loads.append(replace(self._loads.in_flight[job.id], job=job))
         scheduled = [(self._states.get(i), n) for i, n in output.num_scheduled_tokens.items()]
         step.number = self._computing.begin(scheduled, timed=not any(i.sync for i in step.loads))
         runs = bool(output.num_scheduled_tokens)
-        step.idle = not runs and (self._awaited or bool(self._loads) or self.freeing)
-        self._awaited = self._layered = False
-        step.owners.update(self._owners)
+        step.idle = not runs and (self._awaited or bool(self._loads.in_flight) or self.freeing)
+        self._awaited = self._loads.layered = False
+        step.owners.update(self._loads.owners)
         kept = (state.number for state in self._states.values() if state.begun)
         self._weights.prepare(step, runs=runs, cache=self._answers.own_cache, kept=kept)
         arena = connector.manager.arena
         if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
         connector.take()  # last: a step that could not be built withdraws its jobs
-        self._lost.clear()
-        self._owners.clear()
+        self._loads.lost.clear()
+        self._loads.owners.clear()
         return step
 
     def _save(self, output: Any) -> None:
@@ -365,7 +311,7 @@ class RunningScheduler:
         if not blocks:
             return
         # our async loads do no harm: no step reads their blocks before vLLM knows of the failure
-        ours = (load.job.blocks for load in self._loads.values() if not load.sync)
+        ours = (load.job.blocks for load in self._loads.in_flight.values() if not load.sync)
         if set(blocks).difference(*ours):
             self.connector.distrust()
             for state in self._states.values():
@@ -383,7 +329,7 @@ class RunningScheduler:
         self._computing.end(report.step)
         for finished in connector.poll():
             self._holds.release(finished.id)
-            load = self._loads.pop(finished.id, None)
+            load = self._loads.in_flight.pop(finished.id, None)
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.lookup.loading <= {finished.id}):
                 self._answers.filled(load.request_id)

@@ -256,7 +256,7 @@ def test_an_answer_is_dropped_when_vllms_own_blocks_change(
         assert half.ask(request, 0) == (None, False)  # another search, still in progress
     assert half.ask(request, 8) == (20, True)
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36]], 20)
-    (load,) = half._loads.values()
+    (load,) = half._loads.in_flight.values()
     assert load.job.blocks == (32, 33, 34, 35, 36)
     half.finished(request)
     half.connector.close()
@@ -316,7 +316,7 @@ def test_a_failed_step_loses_only_its_saves(
         with pytest.raises(RuntimeError, match="boom"):
             engine.step(100)
     assert not half.connector.saving  # too late for the second one's blocks
-    assert [load.request_id[:2] for load in half._lost] == ["r0"]
+    assert [load.request_id[:2] for load in half._loads.lost] == ["r0"]
     for entry in engine.entries.values():
         entry.new = True
     engine.run()
@@ -339,7 +339,7 @@ def test_no_forward_pass_reads_the_blocks_that_a_failed_step_was_to_load(
         patch.setattr(half._weights if late else half, "prepare" if late else "_save", boom)
         engine.step(100)
     engine.run()
-    assert not half._loads
+    assert not half._loads.in_flight
     served(engine, prompt(1))
     assert not engine.entries, "all that was saved, before and after, is right"
 
@@ -385,7 +385,7 @@ def test_an_allocation_that_fails_in_the_connector_is_a_failed_load(
     served(engine, prompt(1))
     half = engine.half
     request = engine.add(prompt(1))
-    monkeypatch.setattr(half, "_load", boom)
+    monkeypatch.setattr(half._loads, "begin", boom)
     original = half.allocated
 
     def allocated(*arguments: Any) -> None:  # as the connector's edge to vLLM does

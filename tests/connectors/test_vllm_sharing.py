@@ -26,7 +26,7 @@ def test_a_request_waits_for_blocks_that_another_loads_into_vllms_own_cache() ->
     engine.add(tokens)
     engine.run()
     half: RunningScheduler = engine.half
-    half._waits = True
+    half._loads.shared = True
     first, second, third = (Request(name, tokens) for name in ("one", "two", "three"))
     for request in (first, second):
         half.arrived(request)
