@@ -62,21 +62,40 @@ class Sample(NamedTuple):
     value: Any
 
 
+class _Field(NamedTuple):
+    """One statistic of a section as a metric."""
+
+    metric: Metric
+    key: str
+    labels: tuple[str, ...]
+    """Its labels; a statistic with more of them has one value for each, by label."""
+    start: str
+    """Its line without the value; empty if it has more labels, and for histograms."""
+
+
+@lru_cache(256)
+def _fields(name: str) -> tuple[_Field, ...]:
+    """Return the metrics of the statistics that are called ``name``."""
+    section = name if name in SECTIONS else "tier"
+    if name.startswith(POOL):
+        section, name = "pool", name.removeprefix(POOL)
+    first = (name,) if section in ("tier", "pool") else ()
+    found: list[_Field] = []
+    for metric in _BY_SECTION.get(section, ()):
+        for key, own in metric.fields.items():
+            labels = (*first, *own)
+            plain = len(labels) == len(metric.labels) and not metric.bounds
+            start = f"{metric.name}{_braced(metric.labels, labels)} " if plain else ""
+            found.append(_Field(metric, key, labels, start))
+    return tuple(found)
+
+
 def samples(stats: Stats) -> Iterator[Sample]:
     """Yield the values of all metrics in some statistics."""
     for name, values in stats.items():
-        section = name if name in SECTIONS else "tier"
-        if name.startswith(POOL):
-            section, name = "pool", name.removeprefix(POOL)
-        first = (name,) if section in ("tier", "pool") else ()
-        for metric in _BY_SECTION.get(section, ()):
-            for key, own in metric.fields.items():
-                if key in values:
-                    labels = (*first, *own)
-                    if len(labels) == len(metric.labels):  # as nearly all are
-                        yield Sample(metric, labels, values[key])
-                    else:
-                        yield from _samples(metric, labels, values[key])
+        for metric, key, labels, _ in _fields(name):
+            if key in values:
+                yield from _samples(metric, labels, values[key])
 
 
 def _samples(metric: Metric, labels: tuple[str, ...], value: Any) -> Iterator[Sample]:
@@ -100,14 +119,20 @@ def exposed(stats: Stats, accept: str) -> tuple[bytes, str]:
     """
     is_open = OPEN_METRICS in accept
     found: dict[str, list[str]] = {}
-    for metric, labels, value in samples(stats):
-        lines = found.get(metric.name)
-        if lines is None:
-            lines = found[metric.name] = [*_heading(metric.name, metric.kind, metric.help, is_open)]
-        if metric.bounds:
-            lines += _buckets(metric, labels, value)
-        else:
-            lines.append(f"{metric.name}{_braced(metric.labels, labels)} {_number(value)}")
+    for name, values in stats.items():
+        for metric, key, labels, start in _fields(name):
+            if key not in values:
+                continue
+            if start:
+                lines = [start + _number(values[key])]
+            else:
+                inner = _samples(metric, labels, values[key])
+                lines = [_line(metric, within, value) for _, within, value in inner]
+            if lines and metric.name not in found:
+                heading = _heading(metric.name, metric.kind, metric.help, is_open)
+                found[metric.name] = [*heading, *lines]
+            elif lines:
+                found[metric.name] += lines
     text = "\n".join([*chain.from_iterable(found.values()), "# EOF" if is_open else "", ""])
     if is_open:
         return text.encode(), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
@@ -121,25 +146,30 @@ def _heading(name: str, kind: str, text: str, is_open: bool) -> tuple[str, str]:
     return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
 
 
-def _buckets(metric: Metric, labels: tuple[str, ...], plain: Mapping[str, Any]) -> Iterator[str]:
-    starts = _starts(metric.name, metric.bounds, metric.labels, labels)
-    totals = [*accumulate(plain["counts"])]
-    values = (*totals, totals[-1], _number(plain["sum"]))
-    return map("{} {}".format, starts, values)
+def _line(metric: Metric, labels: tuple[str, ...], value: Any) -> str:
+    """Return the line of a value, or the lines of a histogram."""
+    if metric.bounds:
+        return _starts(metric.name, metric.bounds, metric.labels, labels) % _told(value)
+    return f"{metric.name}{_braced(metric.labels, labels)} {_number(value)}"
 
 
 @lru_cache(4096)
-def _starts(
-    name: str, bounds: str, names: tuple[str, ...], labels: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the lines of a histogram without their values: its buckets, the count and the sum."""
+def _starts(name: str, bounds: str, names: tuple[str, ...], labels: tuple[str, ...]) -> str:
+    """Return a histogram's lines with ``%s`` for values: its buckets, the count and the sum."""
     les = (*(str(float(bound)) for bound in _BOUNDS[bounds]), "+Inf")
     braced = _braced(names, labels)
-    return (
+    starts = (
         *(f"{name}_bucket{_braced((*names, 'le'), (*labels, le))}" for le in les),
         f"{name}_count{braced}",
         f"{name}_sum{braced}",
     )
+    return "\n".join(start.replace("%", "%%") + " %s" for start in starts)
+
+
+def _told(plain: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a histogram's lines."""
+    totals = [*accumulate(plain["counts"])]
+    return (*totals, totals[-1], _number(plain["sum"]))
 
 
 @lru_cache(4096)
@@ -151,6 +181,6 @@ def _braced(names: tuple[str, ...], values: tuple[str, ...]) -> str:
 
 
 def _number(value: float) -> str:
-    if isfinite(value):
+    if isinstance(value, int) or isfinite(value):
         return str(value)
     return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
