@@ -25,7 +25,7 @@ def dashboards(*, out: Path, runbooks: str = PAGE, force: bool = False) -> Resul
     Parameters
     ----------
     out:
-        write kvladder-board.json and kvladder-rules.yaml into this folder
+        write kvladder-board.json and kvladder-rules.yaml into this folder, which is made if needed
     runbooks:
         link alerts to this address of the page about alerts (default: %(default)s)
     force:
@@ -34,11 +34,10 @@ def dashboards(*, out: Path, runbooks: str = PAGE, force: bool = False) -> Resul
     Raises
     ------
     ConfigError
-        The folder does not exist, cannot be written, or already has these files.
+        The folder cannot be made or written, or already has these files.
     """
-    if not out.is_dir():
-        wrong = "is not a folder" if out.exists() else "does not exist"
-        raise ConfigError(f"{out} {wrong}", path="--out", hint="expected an existing folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is not a folder", path="--out", hint="expected a folder")
     there = [str(out / name) for name in (BOARD, RULES) if (out / name).exists()]
     if there and not force:
         found = f"{', '.join(there)}: already there"
@@ -61,6 +60,7 @@ def _yaml(found: dict[str, Any]) -> bytes:
 
 def _write(path: Path, content: bytes) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
         hint = "expected a folder that this user may write to"

@@ -47,11 +47,17 @@ def test_a_folder_that_is_none_is_refused(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    for path, wrong in ((file, "is not a folder"), (tmp_path / "absent", "does not exist")):
-        assert main(["dashboards", "--out", str(path)]) == 2
-        expected = f"kvladder: --out: {path} {wrong} (expected an existing folder)\n"
-        assert capsys.readouterr().err == expected
+    assert main(["dashboards", "--out", str(file)]) == 2
+    expected = f"kvladder: --out: {file} is not a folder (expected a folder)\n"
+    assert capsys.readouterr().err == expected
+    assert main(["dashboards", "--out", str(file / "below")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_folder_is_made(tmp_path: Path) -> None:
+    assert main(["dashboards", "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {BOARD, RULES}
 
 
 def test_a_file_that_cannot_be_written_is_named(
