@@ -14,7 +14,7 @@ from kvladder.gpu.pool.ledger import Partial as Partial
 from kvladder.gpu.pool.ledger import PoolSettings as PoolSettings
 from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
-from kvladder.gpu.pool.serving import PoolMatch, Serving
+from kvladder.gpu.pool.serving import Serving
 from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root, Ticket
 from kvladder.keys import KEY_BYTES, BlockKey
@@ -269,9 +269,7 @@ class BlockPool:
         """Do as ``match``, and give the caller one reference to each slot."""
         if self._moves.arriving:
             keys = keys[: len(self.match(keys))]
-        nodes = self._ledger.index.match(keys)
-        self.serving.settle(self.serving.hold(PoolMatch(nodes), len(nodes)))
-        return gather(self._ledger.nodes.slot, nodes)
+        return self.serving.hold_cached(self._ledger.index.match(keys))
 
     def commit(
         self,

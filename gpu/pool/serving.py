@@ -274,13 +274,13 @@ class Serving:
             See ``hold`` and ``settle``.
         """
         self._retainer.expire()
-        ledger, leaving = self._ledger, len(self._moves.leaving)
+        ledger, free, leaving = self._ledger, len(self._ledger.free), len(self._moves.leaving)
         ledger.uses.mark(ledger.order.next_stamp)
-        available = ledger.available
+        available = free + len(ledger.order)
         if fresh > available + leaving:
             ledger.lacks(fresh - available)
             raise ledger.lacking(fresh, available)
-        short = max(0, fresh - len(ledger.free) - leaving)
+        short = max(0, fresh - free - leaving)
         victims = ledger.order.select(short)
         if len(victims) < short:
             ledger.order.unselect(victims)
@@ -291,6 +291,22 @@ class Serving:
             raise BlocksBusy(fresh, len(ledger.free))
         ledger.stats.allocated += fresh
         return ledger.take(fresh)
+
+    def hold_cached(self, nodes: Sequence[NodeId]) -> list[DeviceSlot]:
+        """Do ``hold`` and ``settle`` in one call, for blocks on the device alone.
+
+        Return their slots, with one reference each.
+        """
+        self._retainer.expire()
+        ledger = self._ledger
+        ledger.uses.mark(ledger.order.next_stamp)
+        idle = ledger.idle(nodes)
+        if idle:
+            ledger.uses.reused(ledger.order.next_stamp, ledger.order.remove(idle))
+        slots = gather(ledger.nodes.slot, nodes)
+        ledger.retain(slots)
+        self._moves.keep(nodes)
+        return slots
 
     def cancel(self, hold: Reservation) -> None:
         """Undo ``hold``: put all blocks back into the order of eviction, and give up the match."""

@@ -145,10 +145,10 @@ class PrefixIndex:
             return bool(self._children and self.key_of(node) in self._children)
         return self.nodes.kids[node] > 0 or bool(self._children and node in self._children)
 
-    def _above_each(self, nodes: Sequence[NodeId]) -> list[Above]:
+    def _above_each(self, nodes: Sequence[NodeId]) -> Sequence[Above]:
         """Return the entry that lists each of these nodes."""
         if self.chained:
-            return cast("list[Above]", gather(self.nodes.parent, nodes))
+            return gather(self.nodes.parent, nodes)
         return [self._before[node] for node in nodes]
 
     def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
