@@ -61,17 +61,30 @@ class RawFile:
         self._fd = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
 
     def seconds(
-        self, name: str, threads: Threads, length: int, start: int, end: int | None = None
+        self,
+        name: str,
+        threads: Threads,
+        length: int,
+        start: int,
+        end: int | None = None,
+        checksum: Callable[[memoryview], object] | None = None,
     ) -> float:
-        """Return the seconds to move the memory up to ``end`` in calls of ``length`` bytes."""
+        """Return the seconds to move the memory up to ``end`` in calls of ``length`` bytes.
+
+        With ``checksum``, each thread also takes that of its bytes: before a write, after a read.
+        """
         call = os.pwritev if name == "write" else os.preadv
 
         def job(at: int) -> Callable[[], object]:
             part = self._memory[at : at + length]
 
             def move() -> None:
+                if checksum is not None and name == "write":
+                    checksum(part)
                 if (moved := call(self._fd, [part], start + at)) != len(part):
                     raise OSError(f"{name} moved {moved} of {len(part)} bytes")
+                if checksum is not None and name == "read":
+                    checksum(part)
 
             return move
 
