@@ -87,6 +87,18 @@ def encode_around(
     return head, b"\r\n" + _spelled(after)
 
 
+class CommandForm:
+    """A command that is sent for many keys: ``name KEY after``, where only the key differs."""
+
+    def __init__(self, name: bytes, *after: bytes | int) -> None:
+        self._before = b"*%d\r\n%b" % (2 + len(after), _spelled([name]))
+        self._after = _spelled(after)
+
+    def encode(self, key: bytes) -> bytes:
+        """Return the complete command for this key."""
+        return b"%b$%d\r\n%b\r\n%b" % (self._before, len(key), key, self._after)
+
+
 def _spelled(arguments: Sequence[bytes | int]) -> bytes:
     """Return the arguments as bytes, each after its length."""
     text = b""
@@ -136,7 +148,7 @@ class Wire(asyncio.BufferedProtocol):
     """
 
     def __init__(self, *, mark: bytes = b"ECHO") -> None:
-        self._mark_by = mark
+        self._mark_by = CommandForm(mark)
         self._buffer = bytearray(SCRATCH_BYTES)
         self._scratch = memoryview(self._buffer)
         self._start = self._end = 0
@@ -225,7 +237,7 @@ class Wire(asyncio.BufferedProtocol):
                 if size >= READY_BYTES:
                     await self._send(ready)
                     ready, size = [], 0
-        await self._send([*ready, encode(self._mark_by, self._mark)])
+        await self._send([*ready, self._mark_by.encode(self._mark)])
 
     async def _begun(self, count: int) -> None:
         if len(self._replies) < count:

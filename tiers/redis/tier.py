@@ -18,7 +18,15 @@ from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Facts, LabelFields, Read, Ref, Write
 from kvladder.tiers.redis.nodes import Closed, Entrance, Unfit, pairs, parse_info
 from kvladder.tiers.redis.quota import STEP_KEYS, Charge, Quotas, labels, scan
-from kvladder.tiers.redis.resp import Command, Part, ReplyError, Target, encode, encode_around
+from kvladder.tiers.redis.resp import (
+    Command,
+    CommandForm,
+    Part,
+    ReplyError,
+    Target,
+    encode,
+    encode_around,
+)
 from kvladder.tiers.redis.servers import Outcome, Servers, first
 from kvladder.tiers.redis.url import Address, RedisOptions
 from kvladder.units import Size
@@ -38,6 +46,7 @@ PART_MS = 600_000
 """Milliseconds for which a block's part stays if the first part, written last, never follows."""
 PREFIX = b"kvladder:"
 SPACE_DIGITS = 32
+STRLEN = CommandForm(b"STRLEN")
 _NOTHING = memoryview(b"")
 NO_CHARGES: Mapping[int, Charge] = {}
 GAUGES_S = 10.0
@@ -188,10 +197,15 @@ class RedisTier(Tier):
         return slice(max(0, begin), begin + self._value_max)
 
     @cached_property
-    def _spans(self) -> Sequence[slice]:
-        """Byte range of a whole block in each of its parts."""
-        every = map(self._span, range(self._count(self._size)))
-        return [slice(span.start, min(span.stop, self._size)) for span in every]
+    def _spans(self) -> Sequence[tuple[slice, CommandForm]]:
+        """Byte range of a whole block in each of its parts, and the command that asks for it."""
+        every: list[tuple[slice, CommandForm]] = []
+        for part in range(self._count(self._size)):
+            begin, end, _ = self._span(part).indices(self._size)
+            size = end - begin + (0 if part else LABEL_BYTES)
+            # the range ends one byte too far, so that a value that is too long is noticed
+            every.append((slice(begin, end), CommandForm(b"GETRANGE", 0, size)))
+        return every
 
     def _written(self, write: Write, name: bytes, part: int, replace: bool) -> Iterable[Part]:
         """Return the command that stores one part of a block.
@@ -299,12 +313,11 @@ class RedisTier(Tier):
         commands: list[Command] = []
         for read, label in zip(reads, beside, strict=True):
             view, name = read.view, self._name(read.key)
-            for part, span in enumerate(spans):
+            for part, (span, form) in enumerate(spans):
                 head, body = _NOTHING if part else label, view[span]
                 # check it at once: it is still in a CPU cache, and the next one is arriving
                 whole = partial(_came, read, label) if len(spans) == 1 else None
-                # the range ends one byte too far, so that a value that is too long is noticed
-                parts = encode(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
+                parts = form.encode(part_name(name, part))
                 commands.append(Command(name, parts, Target(head, body, whole)))
         outcomes = await self._run(commands, limit_s=self._limit_s)
         owns = (outcomes[at : at + len(spans)] for at in range(0, len(outcomes), len(spans)))
@@ -364,7 +377,7 @@ class RedisTier(Tier):
         self, blocks: Sequence[Ref | Write], limit_s: float | None = None
     ) -> Sequence[Outcome]:
         names = [self._name(block.key) for block in blocks]
-        return await self._run([Command(n, encode(b"STRLEN", n)) for n in names], limit_s=limit_s)
+        return await self._run([Command(n, STRLEN.encode(n)) for n in names], limit_s=limit_s)
 
     def _fits(self, length: int) -> bool:
         """Return whether the first value of a block may have this length."""
