@@ -5,9 +5,9 @@ rest. Every request asks for 64 blocks, half of them new, so hits are the same w
 but for chance. The peer is the cache with LRU. Blocks of 64 KiB are the smallest that models have;
 with larger ones the copies weigh more.
 
-The note has the time in the policy itself. Telling it one request
-of 64 blocks takes some 78 us: 67 in its shadows (1 us a block), 11 for the places of the
-blocks; saved and evicted blocks take 30 us more. The level's own steps are the same with both.
+The note has the time in the policy itself. Telling it one request of 64 blocks takes some 78 us: 67
+in its shadows (1 us a block), 11 for the places of the blocks; saved and evicted blocks take 30 us
+more. The level's own steps are the same with both.
 """
 
 from __future__ import annotations
