@@ -190,6 +190,22 @@ def test_a_block_matched_during_its_offload_stays() -> None:
     engine.check()
 
 
+def test_a_block_acquired_during_its_offload_stays() -> None:
+    engine = Engine(8, host=4, delayed=True)
+    engine.run(range(8))
+    engine.pool.evict(2)
+    keys = engine.keys(range(8))
+    slots = engine.pool.acquire(keys)
+    assert len(slots) == len(keys)
+    assert engine.pool.leaving == 0
+    assert engine.pool.stats.evicted == 0
+    land(engine)
+    engine.check()
+    assert engine.pool.match(keys) == slots
+    engine.pool.release(slots)
+    engine.check()
+
+
 def test_a_failed_offload_loses_only_its_block() -> None:
     engine = Engine(4, host=4, delayed=True, events_max=100)
     engine.run(range(4))

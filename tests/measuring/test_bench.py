@@ -16,6 +16,8 @@ import pytest
 from obstore.store import MemoryStore
 
 from kvladder.cli import main
+from kvladder.measuring.blocks import MIB
+from kvladder.measuring.files import RawFile, Threads
 from kvladder.measuring.worth import load_s, worth
 from kvladder.policy.fetch_cost import GAIN
 from kvladder.testing.redisserver import RedisServer
@@ -65,6 +67,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     settings = [("requirepass", "sesame")]
     with RedisServer(tmp_path_factory.mktemp("redis"), settings) as running:
         yield running
+
+
+@pytest.mark.parametrize(("way", "first"), [("write", b"old new"), ("read", b"old old")])
+def test_the_limit_of_files_takes_checksums_before_a_write_and_after_a_read(
+    tmp_path: Path, way: str, first: bytes
+) -> None:
+    path, seen = tmp_path / "file", list[bytes]()
+    path.write_bytes(b"old " * MIB)
+    memory = memoryview(bytearray(b"new " * MIB))
+    file, threads = RawFile(path, memory, direct=False), Threads(1)
+
+    def checksum(part: memoryview) -> None:
+        assert len(part) == 2 * MIB
+        seen.append(path.read_bytes()[:4] + bytes(part[:3]))
+
+    try:
+        assert file.seconds(way, threads, 2 * MIB, 0, checksum=checksum) > 0
+    finally:
+        threads.close()
+        file.close()
+    assert len(seen) == 2
+    assert seen[0] == first
+    assert path.read_bytes() == bytes(memory)
 
 
 def test_a_redis_is_measured_and_no_key_is_left_or_touched(

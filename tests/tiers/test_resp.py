@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvladder.tiers.redis import resp
 from kvladder.tiers.redis.resp import (
     Command,
+    CommandForm,
     ReplyError,
     Target,
     Wire,
@@ -305,3 +306,7 @@ def test_commands_are_encoded_as_the_protocol_requires():
         b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$9\r\na%d value\r\n$2\r\nPX\r\n$2\r\n70\r\n"
     )
     assert encode_around(b"SET", b"%d", length=0)[1] == b"\r\n"
+    ask = CommandForm(b"GETRANGE", 0, 576)
+    for key in (b"", b"k", b"%d", b"a" * 100):
+        assert ask.encode(key) == encode(b"GETRANGE", key, 0, 576)
+    assert CommandForm(b"STRLEN").encode(b"k") == encode(b"STRLEN", b"k")
