@@ -274,13 +274,13 @@ class Serving:
             See ``hold`` and ``settle``.
         """
         self._retainer.expire()
-        ledger, free, leaving = self._ledger, len(self._ledger.free), len(self._moves.leaving)
+        ledger, leaving = self._ledger, len(self._moves.leaving)
         ledger.uses.mark(ledger.order.next_stamp)
-        available = free + len(ledger.order)
+        available = ledger.available
         if fresh > available + leaving:
             ledger.lacks(fresh - available)
             raise ledger.lacking(fresh, available)
-        short = max(0, fresh - free - leaving)
+        short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short)
         if len(victims) < short:
             ledger.order.unselect(victims)
