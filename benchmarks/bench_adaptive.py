@@ -12,7 +12,7 @@ more. The level's own steps are the same with both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 from statistics import median
@@ -64,7 +64,7 @@ class Timed(Adaptive):
 
 
 @contextmanager
-def _added() -> Iterator[None]:
+def _added() -> Generator[None]:
     began_s = perf_counter()
     yield
     Timed.spent_s += perf_counter() - began_s
