@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tool-s", type=float, default=1.0, help="how long the tool takes")
     options = parser.parse_args()
-    token = options.token_file.read_text().strip()
+    token = options.token_file.read_text().split()[0]
     engine = Engine(options.engine, options.model, hints=options.hints, token=token)
     draw = random.Random(7)
 

@@ -231,7 +231,9 @@ def _purger(
     if config.forget.path is None:
         return None
     try:
-        ledger = PurgeLedger(config.forget.of(instance), Signer(config.forget.secret))
+        say = stack.shared.notices.say
+        signer = Signer(config.forget.secrets(say))
+        ledger = PurgeLedger(config.forget.of(instance), signer)
     except Unavailable as error:
         raise refusal(error, required=False) from error
     blocks = manager.arena.slots + sum(level.capacity_blocks for level in stack.levels)
@@ -287,7 +289,7 @@ def _serve_http(
         "block_bytes": layout.block_bytes,
         "levels": _listed(config),
     }
-    guard = Guard(config.http.secret, config.http.hosts)
+    guard = Guard(config.http.secrets(notices.say).lines, config.http.hosts)
     clock = SystemClock()
     hints = HintAnswers(partial(apply_posted, manager), Allowance(clock.now, clock.cpu))
     answers = CacheAnswers(manager, runtime, notices.recent, exposed, facts, clock.now, hints)

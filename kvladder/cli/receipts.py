@@ -57,7 +57,7 @@ class AtRest:
         self, config: StackConfig, space: Namespace, digest: bytes, levels: Sequence[LevelConfig]
     ) -> None:
         try:
-            self._ledger = PurgeLedger(config.forget.of(0), Signer(config.forget.secret))
+            self._ledger = PurgeLedger(config.forget.of(0), Signer(config.forget.secrets()))
         except Unavailable as error:
             raise refusal(error, required=False) from error
         now_s, lineage = SystemClock().wall(), Lineage.kept(self._ledger.path / "lineage")
@@ -120,7 +120,7 @@ def verify(config: StackConfig, path: Path) -> str:
     lines: list[str] = []
     is_good = True
     for receipt in receipts:
-        wrong = Signer(forget.secret).wrong(receipt)
+        wrong = Signer(forget.secrets()).wrong(receipt)
         check = Check(id=receipt.id, wrong=wrong)
         if not wrong:
             check = _running(config, receipt) or _at_rest(config, receipt, path.parent)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvladder.config.secret_file import read_secret
 from kvladder.errors import ConfigError
 from kvladder.schema import Settings
+from kvladder.secret_file import Secrets
 
 KEY_MIN: Final = 16
 
@@ -21,7 +22,8 @@ class ForgetConfig(Settings, frozen=True, kw_only=True):
     key: str = ""
     """Secret that receipts are signed with; ``${NAME}`` is a variable."""
     key_file: str = ""
-    """File with the key as its only line."""
+    """File with the key in its first line. Receipts signed with keys in further lines are valid,
+    too. The file is read again when it has changed."""
     name: str = ""
     """Name of the deployment in receipts; by default that of the host."""
 
@@ -43,16 +45,19 @@ class ForgetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def secret(self) -> str:
-        """The key.
+        """The key that signs.
 
         Raises
         ------
         ConfigError
             The file cannot be read, or holds no key.
         """
-        if not self.key_file:
-            return self.key
-        return read_secret(self.key_file, "forget.key_file", require_key)
+        return next(iter(self.secrets().lines()), "")
+
+    def secrets(self, say: Callable[[str, str], object] = lambda _kind, _text: None) -> Secrets:
+        """Return all keys; ``say`` is told when they change. Raises as ``secret`` does."""
+        where = "forget.key_file"
+        return Secrets(self.key, file=self.key_file, setting=where, require=require_key, say=say)
 
     def of(self, instance: int) -> Path:
         """Return the directory of one of several engines; ``path`` is set."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from typing import Final
 
-from kvladder.config.secret_file import read_secret
 from kvladder.errors import ConfigError
 from kvladder.schema import Address, Settings
+from kvladder.secret_file import Secrets
 
 TOKEN_MIN: Final = 16
 PORT_MAX: Final = 65535
@@ -52,7 +53,8 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     token: str = ""
     """Secret that clients need to change anything, such as to purge; ``${NAME}`` is a variable."""
     token_file: str = ""
-    """File with the token as its only line."""
+    """File with the token in its first line. Tokens in further lines count, too. The file is read
+    again when it has changed."""
     hosts: tuple[str, ...] = ()
     """Names, beside addresses and ``localhost``, under which clients may reach the port."""
 
@@ -73,16 +75,21 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def secret(self) -> str:
-        """The token; empty if nothing may be changed.
+        """The newest token; empty if nothing may be changed.
 
         Raises
         ------
         ConfigError
             The file cannot be read, or holds no token.
         """
-        if not self.token_file:
-            return self.token
-        return read_secret(self.token_file, "http.token_file", require_token)
+        return next(iter(self.secrets().lines()), "")
+
+    def secrets(self, say: Callable[[str, str], object] = lambda _kind, _text: None) -> Secrets:
+        """Return all tokens; ``say`` is told when they change. Raises as ``secret`` does."""
+        where = "http.token_file"
+        return Secrets(
+            self.token, file=self.token_file, setting=where, require=require_token, say=say
+        )
 
     def of(self, instance: int) -> str:
         """Return the address of one of several engines; ``listen`` is set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from hmac import compare_digest
 from typing import Final
 
@@ -38,14 +38,14 @@ class Guard:
 
     Parameters
     ----------
-    token:
-        The secret that changes need; empty if none are accepted.
+    tokens:
+        Returns the secrets of which changes need one; none if no changes are accepted.
     hosts:
         Names, beside addresses and ``localhost``, under which clients may reach the port.
     """
 
-    def __init__(self, token: str, hosts: Collection[str]) -> None:
-        self._token = token.encode()
+    def __init__(self, tokens: Callable[[], Sequence[str]], hosts: Collection[str]) -> None:
+        self._tokens = tokens
         self._hosts = {"localhost", *(host.lower() for host in hosts)}
 
     def refusal(self, request: HttpRequest) -> HttpResponse | None:
@@ -74,13 +74,14 @@ class Guard:
     def _change(self, request: HttpRequest) -> HttpResponse | None:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             return refusal(415, f"expected Content-Type: {JSON}")
-        if not self._token:
+        tokens = self._tokens()
+        if not tokens:
             hint = "set http.token or http.token_file, or use the control socket"
             return refusal(403, f"no token is configured, so nothing can be changed here: {hint}")
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not compare_digest(
-            given.strip().encode("latin-1"), self._token
-        ):
+        own = given.strip().encode("latin-1")
+        equal = [compare_digest(own, token.encode()) for token in tokens]
+        if scheme.lower() != "bearer" or not any(equal):
             why = "wrong or missing token: expected Authorization: Bearer TOKEN"
             return refusal(401, why, ("WWW-Authenticate", "Bearer"))
         return None

@@ -105,6 +105,7 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingSta
         transports=told.transports,
         interfaces=told.interfaces,
         run_blocking=pool.run,
+        say=offers.say,
     )
     async with clients as (address, exporter), announced(offers, told, address) as announcing:
         yield ServingStarted(address, lambda: {**exporter.gauges(), **announcing()})

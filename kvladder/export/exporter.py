@@ -18,7 +18,7 @@ from kvladder.export.offers import Offers
 from kvladder.export.session import Session
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
-from kvladder.tiers.nixl.curve import ALL, KeyFile, Rights, read_keys
+from kvladder.tiers.nixl.curve import ALL, KeyFile, KeyRing, Rights
 from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX
 from kvladder.tiers.nixl.messages import (
     WHY_MAX,
@@ -48,6 +48,11 @@ HANDSHAKE_MS = 3000
 """Milliseconds in which a connection must show its key."""
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ sends its questions of access here: RFC 27
 _ZAP_VERSION = b"1.0"
+KEYS_S = 1.0
+"""Seconds between two looks at the file of keys."""
+BIND_S = 0.01
+BIND_MAX = 500
+"""Time between attempts to bind the address again for another secret key, and their number."""
 
 
 class Exporter:
@@ -77,6 +82,8 @@ class Exporter:
         self._nap = nap
         self._numbers = count(1)
         self._sessions: dict[bytes, Session] = {}
+        self._rights: dict[bytes, Rights] = {}
+        """Rights with which each session began."""
         self._joining: dict[bytes, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._fence = asyncio.Lock()
@@ -99,8 +106,16 @@ class Exporter:
             for session in [*self._sessions.values()]:
                 session.beat(PATIENCE * SILENT_MAX, HELD_MAX)
 
-    def take(self, client: bytes, data: bytes, rights: Rights = ALL) -> None:
-        """Answer a frame of a client; ``client`` is the socket's name for it."""
+    def take(self, client: bytes, data: bytes, rights: Rights | None = ALL) -> None:
+        """Answer a frame of a client; ``client`` is the socket's name for it.
+
+        ``rights`` are those of its key now; None if the key is not listed any more.
+        """
+        if client in self._sessions and rights != self._rights[client]:
+            self._drop(client, "the rights of this client's key have changed")
+            return
+        if rights is None:
+            return
         try:
             message = request(data)
         except WireError as error:
@@ -163,6 +178,7 @@ class Exporter:
                 plane.destroy()
             await offers.gone(number)
             raise
+        self._rights[client] = rights
         self._sessions[client] = Session(
             number,
             offers,
@@ -182,6 +198,7 @@ class Exporter:
         if (joining := self._joining.get(client)) is not None:
             joining.cancel()
         session = self._sessions.pop(client, None)
+        self._rights.pop(client, None)
         if session is not None:
             self._refused += session.refused
             self._lost += bool(why)
@@ -220,6 +237,12 @@ class Listener:
 
     A connection that has shown no key after ``HANDSHAKE_MS`` is closed.
 
+    Parameters
+    ----------
+    take:
+        Called with the socket's name for a client, its frame, and the rights of its key now; None
+        for a client that connected with a key that is not listed any more.
+
     Raises
     ------
     ConfigError
@@ -227,10 +250,10 @@ class Listener:
     """
 
     def __init__(
-        self, address: str, keys: KeyFile, take: Callable[[bytes, bytes, Rights], object]
+        self, address: str, keys: KeyFile, take: Callable[[bytes, bytes, Rights | None], object]
     ) -> None:
         self._take = take
-        self._rights = keys.rights
+        self._keys, self._rights = keys, keys.rights
         self._context: zmq.Context[Any] = zmq.Context()  # ZAP works within one context
         gate = self._context.socket(zmq.ROUTER)
         gate.bind(_ZAP)
@@ -245,12 +268,32 @@ class Listener:
             self.close()
             hint = "expected an unused host:port of this machine"
             raise ConfigError(f"{address}: {error}", path="listen", hint=hint) from error
-        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._socket, self._address = socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(self._address.rpartition(":")[2])
 
     def _came(self, key: str, frames: list[bytes]) -> None:
-        rights = self._rights.get(key)
-        if len(frames) == 2 and rights is not None:
-            self._take(frames[0], frames[1], rights)
+        if len(frames) == 2:
+            self._take(frames[0], frames[1], self._rights.get(key))
+
+    async def renew(self, keys: KeyFile) -> None:
+        """Use other keys from now on. Another secret key disconnects all clients.
+
+        If the address cannot be bound again, this process exits, and another one takes its place.
+        """
+        own, self._keys, self._rights = self._keys, keys, keys.rights
+        if keys.secret == own.secret:
+            return
+        socket = self._socket
+        socket.unbind(self._address)
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret.encode()
+        for _ in range(BIND_MAX):
+            try:
+                socket.bind(self._address)  # ZeroMQ releases the address in a thread of its own
+            except zmq.ZMQError:
+                await asyncio.sleep(BIND_S)
+            else:
+                return
+        raise SystemExit(f"{self._address} cannot be bound again")
 
     def _asked(self, frames: list[bytes]) -> None:
         """Answer ZeroMQ's question whether a client may connect."""
@@ -275,6 +318,14 @@ def _ignored(frames: list[bytes]) -> None:
     """Drop a message that has no sender."""
 
 
+async def follow(ring: KeyRing, listener: Listener, run_blocking: Blocking) -> None:
+    """Use the keys of the file as it is from time to time, until cancelled."""
+    while True:
+        await asyncio.sleep(KEYS_S)
+        if await run_blocking(ring.renew):
+            await listener.renew(ring.keys)
+
+
 def raise_descriptors() -> None:
     """Raise this process's limit of descriptors: unknown connections use some until refused."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -291,6 +342,7 @@ async def exporting(
     transports: str,
     interfaces: str,
     run_blocking: Blocking,
+    say: Callable[[str], object],
 ) -> AsyncGenerator[tuple[str, Exporter]]:
     """Serve clients of a cache while the context lasts; yield the address and the exporter.
 
@@ -299,9 +351,11 @@ async def exporting(
     listen:
         Host and port; port 0 takes any free port.
     keys:
-        The file with the keys of this end.
+        The file with the keys of this end; it is read again when it has changed.
     transports, interfaces:
         See ``NixlPlane``.
+    say:
+        Called with a text when the keys have changed, or their file is wrong.
 
     Raises
     ------
@@ -311,15 +365,17 @@ async def exporting(
         NIXL does not work here.
     """
     await run_blocking(load)
-    own = read_keys(keys)
+    ring = KeyRing(keys, say)
     plane = partial(run_blocking, partial(NixlPlane, offers.arena, transports, interfaces))
     (await plane()).destroy()  # fails now rather than at the first client
     with ExitStack() as undo:
         exporter = Exporter(offers, plane, lambda to, data: listener.send(to, data))
-        listener = Listener(listen, own, exporter.take)
+        listener = Listener(listen, ring.keys, exporter.take)
         undo.callback(listener.close)
         running = asyncio.create_task(exporter.run(), name="kvladder-exporter")
         undo.callback(running.cancel)
+        following = asyncio.create_task(follow(ring, listener, run_blocking), name="kvladder-keys")
+        undo.callback(following.cancel)
         try:
             yield f"{listen.rpartition(':')[0]}:{listener.port}", exporter
         finally:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvladder.errors import ConfigError
 from kvladder.schema import is_mapping
+from kvladder.secret_file import Secrets
 
 FORMAT: Final = "kvladder-purge-receipt/1"
 ALGORITHM: Final = "hmac-sha256"
@@ -126,19 +127,21 @@ def read_receipt(data: bytes, where: str) -> Receipt:
 
 
 class Signer:
-    """Signs receipts with a deployment's key, and checks signatures."""
+    """Signs receipts with a deployment's newest key, and checks signatures of all of its keys.
 
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
-        name = hashlib.blake2b(self._key, digest_size=8, person=b"kvladder-receipt")
-        self.key_id = name.hexdigest()
+    Parameters
+    ----------
+    keys:
+        The key, or the keys, of which there is at least one.
+    """
+
+    def __init__(self, keys: str | Secrets) -> None:
+        self._keys = Secrets(keys) if isinstance(keys, str) else keys
 
     def sign(self, receipt: Receipt) -> None:
         """Set the signature of a receipt as it is now."""
-        receipt.signature = Signature(ALGORITHM, self.key_id, self._digest(receipt))
-
-    def _digest(self, receipt: Receipt) -> str:
-        return hmac.new(self._key, receipt.signed_bytes(), hashlib.sha256).hexdigest()
+        key = self._keys.lines()[0].encode()
+        receipt.signature = Signature(ALGORITHM, _key_id(key), _digest(key, receipt))
 
     def wrong(self, receipt: Receipt) -> str:
         """Return why the signature is not valid; empty if it is."""
@@ -147,11 +150,21 @@ class Signer:
             return "it has no signature"
         if signature.algorithm != ALGORITHM:
             return f"it has a signature of {signature.algorithm!r}: expected {ALGORITHM!r}"
-        if signature.key_id != self.key_id:
-            return f"it is signed with key {signature.key_id}: this deployment has {self.key_id}"
-        if not hmac.compare_digest(signature.value, self._digest(receipt)):
+        own = {_key_id(key): key for key in (line.encode() for line in self._keys.lines())}
+        if signature.key_id not in own:
+            has = ", ".join(own)
+            return f"it is signed with key {signature.key_id}: this deployment has {has}"
+        if not hmac.compare_digest(signature.value, _digest(own[signature.key_id], receipt)):
             return "it was changed after it was signed, or the key is another one"
         return ""
+
+
+def _key_id(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=8, person=b"kvladder-receipt").hexdigest()
+
+
+def _digest(key: bytes, receipt: Receipt) -> str:
+    return hmac.new(key, receipt.signed_bytes(), hashlib.sha256).hexdigest()
 
 
 def timestamp(wall_s: float) -> str:

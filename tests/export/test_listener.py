@@ -36,7 +36,7 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
     """Open a listener that answers pings, and a client with a key."""
     server, client = (read_keys(str(path)) for path in make_keys(folder))
 
-    def answer(peer: bytes, data: bytes, rights: Rights) -> None:
+    def answer(peer: bytes, data: bytes, rights: Rights | None) -> None:
         assert rights == ALL
         listener.send(peer, m.frame(m.Pong(m.request(data).op, known=False)))
 
@@ -45,7 +45,7 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvladder.tiers.nixl.control._context", lambda: context)
         try:
-            yield listener, partial(Dialled, f"127.0.0.1:{listener.port}", client)
+            yield listener, partial(Dialled, f"127.0.0.1:{listener.port}", client, client.peers[0])
         finally:
             listener.close()
             context.term()

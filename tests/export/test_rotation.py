@@ -9,8 +9,12 @@ import pytest
 import yaml
 
 from kvladder import Layout, open_cache
+from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
 from tests.kit.served import Server
+from tests.kit.traffic import forgotten, loaded, stored
+from tests.kit.traffic import keys as blocks
+from tests.patience import until
 
 pytest.importorskip("zmq", reason="the extra nixl is not installed")
 
@@ -42,21 +46,82 @@ def connects(server: Server, keys: Path) -> bool:
         return False
 
 
-def test_clients_get_new_keys_while_those_with_old_keys_continue(tmp_path):
+def engine(server: Server, keys: Path) -> Any:
+    """Return the open cache of an engine that keeps its blocks in the server."""
+    level = server.level(keys=str(keys), breaker={"failures": 1, "retry": "100 ms"})
+    stack = {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, level]}
+    stack["fetch"] = {"when": "always", "deadline": "10 s"}
+    return open_cache(stack, layout=LAYOUT)
+
+
+def use(cache: Any, *numbers: int) -> None:
+    """Store blocks in the far level and read them from there, as soon as it serves."""
+    wanted = blocks(*numbers)
+
+    def come_back() -> bool:
+        stored(cache, wanted)
+        forgotten(cache, wanted)
+        return loaded(cache, wanted).blocks == len(wanted)
+
+    until(come_back, every_s=0.1)
+
+
+def lost(server: Server) -> int:
+    """Return how many sessions the server has ended."""
+    return int(server.stats()["export"]["clients_lost"])
+
+
+def said(server: Server, text: str) -> int:
+    """Return how often the server has told its operator a text."""
+    found: list[dict[str, Any]] = ask(server.folder / "control", {"command": "status"})["notices"]
+    return sum(text in str(one) for one in found)
+
+
+def test_clients_get_new_keys_while_the_server_runs(tmp_path):
     with Server(tmp_path / "server") as server:
         own, old = server.keys / "server.keys", server.keys / "client.keys"
         made, new = make_keys(tmp_path / "new")
-        assert (connects(server, old), connects(server, new)) == (True, False)
-
         added = yaml.safe_load(made.read_text())["peers"]
-        before = edit(own, peers=yaml.safe_load(own.read_text())["peers"] + added)
         edit(new, peers=yaml.safe_load(old.read_text())["peers"])
-        server.stop()
-        server.again()
-        assert (connects(server, old), connects(server, new)) == (True, True)
+        assert not connects(server, new)
+        with engine(server, old) as cache:
+            use(cache, 1, 2)
+            process = server.stats()["export"]["process"]
+            before = edit(own, peers=yaml.safe_load(own.read_text())["peers"] + added)
+            until(lambda: said(server, "have changed") == 1)
+            assert connects(server, new)
+            use(cache, 3, 4)
+            assert lost(server) == 0, "the old key still counts"
 
-        edit(own, peers=added)
-        assert before["peers"] != added
-        server.stop()
-        server.again()
-        assert (connects(server, old), connects(server, new)) == (False, True)
+            own.write_text("secret: and then nothing")
+            until(lambda: said(server, "keeps the keys that it had"))
+            use(cache, 5, 6)
+            assert lost(server) == 0
+
+            edit(own, **before | {"peers": added})
+            until(lambda: lost(server) == 1)
+            assert not connects(server, old)
+            new.replace(old)
+            use(cache, 7, 8)
+            assert server.stats()["export"]["process"] == process, "it was not started again"
+        assert not said(server, before["secret"])
+
+
+def test_a_server_gets_another_secret_key_while_it_and_its_clients_run(tmp_path):
+    with Server(tmp_path / "server") as server:
+        own, client = server.keys / "server.keys", server.keys / "client.keys"
+        made, theirs = make_keys(tmp_path / "new")
+        secret = yaml.safe_load(made.read_text())["secret"]
+        (new,) = yaml.safe_load(theirs.read_text())["peers"]
+        (old,) = yaml.safe_load(client.read_text())["peers"]
+        with engine(server, client) as cache:
+            use(cache, 1, 2)
+            edit(client, peers=[old, new])
+            edit(own, secret=secret)
+            until(lambda: lost(server) == 1)
+            use(cache, 3, 4)
+            assert connects(server, client), "a client that starts tries both keys"
+            edit(client, peers=[old])
+            assert not connects(server, client)
+            edit(client, peers=[new])
+            assert connects(server, client)

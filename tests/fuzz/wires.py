@@ -158,7 +158,8 @@ BODY_MAX = 4096
 def http(data: bytes) -> None:
     """Send requests, and have the guard look at each: each gets an answer, or the end."""
     given = Input(data)
-    guard = Guard("token" if given.number(2) else "", ["name"])
+    is_set = given.number(2)
+    guard = Guard(lambda: ["token"] if is_set else [], ["name"])
     asked: list[HttpRequest] = []
 
     async def answer(request: HttpRequest) -> HttpResponse:

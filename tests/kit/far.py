@@ -127,6 +127,7 @@ async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> Non
         transports="tcp",
         interfaces="lo",
         run_blocking=pool.run,
+        say=lambda _: None,
     ) as (_, exporter):
         inside = Inside(manager, offers, exporter)
         print(line("ready"), flush=True)

@@ -17,8 +17,8 @@ from kvladder.keys import BlockKey, Namespace
 from kvladder.runtime import BlockingPool
 from kvladder.tiers.label import LABEL_BYTES, NO_FACTS, Labels
 from kvladder.tiers.nixl import messages as m
-from kvladder.tiers.nixl.control import Dialled
-from kvladder.tiers.nixl.curve import read_keys
+from kvladder.tiers.nixl.control import Dialler
+from kvladder.tiers.nixl.curve import KeyRing
 from kvladder.tiers.nixl.line import Client, Connection
 from kvladder.tiers.nixl.plane import Area, NixlPlane, load
 from tests.kit.puppet import Puppet, heard, line
@@ -75,7 +75,7 @@ class Inside:
         self._pool = BlockingPool(2, "rogue")
         plane = partial(Wide, self._arena, "tcp", "lo")
         client = Client(self._space, BLOCK_BYTES, partial(self._pool.run, plane), PATIENCE_S)
-        self._make = lambda: Connection(client, partial(Dialled, address, read_keys(keys)))
+        self._make = lambda: Connection(client, Dialler(address, KeyRing(keys, print)))
         self._labels = Labels(self._space, BLOCK_BYTES, verify=True)
         self._here = self._make()
 

@@ -41,15 +41,18 @@ class Fabrics(TierFixtures):
         for fabric in fabrics.values():
             fabric.planes = planes
 
-        def dialled(address, _keys, take, broke):
-            return fabrics[address].dial(take, broke)
+        def dialler(address, _ring):
+            return fabrics[address].dial
+
+        def ring(*_):
+            return SimpleNamespace(keys=SimpleNamespace(peers=["server"]), renew=lambda: False)
 
         def plane(arena, _transports, _interfaces):
             return FakePlane(fabrics["a:1"], arena)
 
-        for name, fake in (("Dialled", dialled), ("NixlPlane", plane)):
+        for name, fake in (("Dialler", dialler), ("KeyRing", ring), ("NixlPlane", plane)):
             monkeypatch.setattr(tier_module, name, fake)
-        for name in ("load", "read_keys", "greet"):
+        for name in ("load", "greet"):
             monkeypatch.setattr(tier_module, name, self.nothing)
         yield fabrics
         for fabric in fabrics.values():
@@ -249,7 +252,6 @@ class TestRoster(Fabrics):
         monkeypatch.setattr(FakeRoster, "first", found)
         monkeypatch.setattr(FakeRoster, "made", [])
         monkeypatch.setattr(tier_module, "Roster", FakeRoster)
-        monkeypatch.setattr(tier_module, "read_keys", lambda _: SimpleNamespace(peers=["server"]))
         return lambda: NixlTier(NixlOptions(roster=URL, keys="k"))
 
     @staticmethod

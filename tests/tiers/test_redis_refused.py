@@ -55,6 +55,8 @@ def refused(**redis):
         ({"url": "unix:///run/redis.sock", "sentinel": "kv"}, "sentinel"),
         ({"url": "redis://one", "cluster": True, "sentinel": "kv"}, "cluster"),
         ({"url": "redis://me:hunter2@here", "password": SECRET}, "username"),
+        ({"url": "redis://me:hunter2@here", "password_file": "/etc/hosts"}, "password_file"),
+        ({"url": "redis://here", "password": SECRET, "password_file": "/etc"}, "password_file"),
         ({"url": "redis://here", "sentinel_password": SECRET}, "sentinel_password"),
         ({"url": "redis://here", "ca": "/etc/hosts"}, "ca"),
         ({"url": "rediss://here", "ca": "/nowhere"}, "ca"),
@@ -158,6 +160,23 @@ def test_a_missing_server_is_reported():
     assert f"127.0.0.1:{port}" in error.message
     assert starts.REQUIRED in error.hint
     assert "check that the server runs" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "why"),
+    [
+        (None, "password_file", "No such file"),
+        ("", "password_file", "a line is empty"),
+        ("wrong\nalso\n", "password", "refuses the login: WRONGPASS"),
+    ],
+)
+def test_a_file_without_the_password_is_reported(server, tmp_path, text, path, why):
+    file = tmp_path / "password"
+    if text is not None:
+        file.write_text(text)
+    error = refused(url=f"redis://127.0.0.1:{server.port}", password_file=str(file))
+    assert error.path.endswith(f"].{path}")
+    assert why in error.message
 
 
 @pytest.mark.parametrize("user", ["", "default:wrong@", "nobody:hunter2@"])

@@ -96,6 +96,29 @@ def test_a_lost_right_and_a_changed_password_cost_only_misses(tmp_path):
                 until(lambda: load(cache, keys(1, 2))[0] == 2)
 
 
+def test_a_password_changes_while_a_cache_uses_it(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("password\n")
+    with RedisServer(tmp_path) as server:
+        allow(server)
+        url = f"redis://kv@127.0.0.1:{server.port}"
+        with cache_over(url, deadline="3 s", password_file=str(file)) as cache:
+            stored(cache, keys(1, 2))
+            file.write_text("newer\npassword\n")
+
+            def serves():
+                server.run("CLIENT", "KILL", "USER", "kv")
+                forgotten(cache, keys(1, 2))
+                return load(cache, keys(1, 2))[0] == 2
+
+            assert serves(), "the new one does not count yet, so the old one is tried"
+            server.run("ACL", "SETUSER", "kv", "resetpass", ">newer")
+            assert serves()
+            file.write_text("newer\n")
+            assert serves()
+            assert cache.stats()["redis"]["errors"] == 0
+
+
 def test_a_server_that_starts_later_is_used(tmp_path):
     with RedisServer(tmp_path) as server:
         server.kill()

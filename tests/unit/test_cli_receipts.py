@@ -167,6 +167,39 @@ def test_what_is_left_and_what_was_changed_is_found(config, tmp_path, capsys):
     assert "it is signed with key" in capsys.readouterr().err
 
 
+def test_the_key_changes_while_the_cache_runs_and_old_receipts_stay_valid(config, tmp_path, capsys):
+    file, old, new = tmp_path / "key", tmp_path / "old.json", tmp_path / "new.json"
+    whole = json.loads(Path(config).read_text())
+    del whole["forget"]["key"]
+    Path(config).write_text(
+        json.dumps(whole | {"forget": whole["forget"] | {"key_file": str(file)}})
+    )
+    other = "another key of the deployment"
+    file.write_text(f"{KEY}\n")
+
+    def valid(path):
+        code = main(["purge", config, "--verify", str(path)])
+        captured = capsys.readouterr()
+        assert ("signed with key" in captured.err) == bool(code)
+        return not code
+
+    with running(config) as cache:
+        save(cache, prompt(1, 2), salt="red")
+        assert main(["purge", config, "--salt", "red", "--receipt", str(old)]) == 0
+        file.write_text(f"{other}\n{KEY}\n")
+        assert main(["purge", config, "--salt", "blue", "--receipt", str(new)]) == 0
+        assert Signer(other).wrong(read_receipt(new.read_bytes(), "new")) == ""
+        capsys.readouterr()
+        assert (valid(old), valid(new)) == (True, True)
+        file.write_text(f"{other}\n")
+        assert (valid(old), valid(new)) == (False, True)
+        file.write_text("short")
+        assert main(["purge", config, "--salt", "green"]) == 0, "it keeps the key that it had"
+        file.write_text(f"{other}\n{KEY}\n")
+    capsys.readouterr()
+    assert (valid(old), valid(new)) == (True, True), "at rest, too"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

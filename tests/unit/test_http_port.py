@@ -12,6 +12,7 @@ from http.client import HTTPConnection, IncompleteRead
 import pytest
 
 from kvladder import open_cache
+from kvladder.cli import main
 from kvladder.config.stack import load_config
 from kvladder.control import answers, http, server
 from kvladder.control.server import CLIENTS_MAX
@@ -217,6 +218,35 @@ def test_without_a_token_nothing_can_be_changed(tmp_path):
             assert "set http.token or http.token_file" in told["error"]
         assert cache.lookup(keys).total == 3
         assert sent(port, "/status")[0] == 200
+
+
+def test_the_token_changes_while_the_cache_runs(tmp_path, caplog):
+    file, new = tmp_path / "token", "fedcba98765432100000"
+
+    def status(token):
+        return purged(port, {**JSON, "Authorization": f"Bearer {token}"})[0]
+
+    file.write_text(f"{TOKEN}\n")
+    with open_cache(settings(tmp_path, token="", token_file=str(file)), layout=LAYOUT):
+        port = port_of(tmp_path)
+        assert (status(TOKEN), status(new)) == (200, 401)
+        file.write_text(f"{new}\n{TOKEN}\n")
+        assert (status(TOKEN), status(new)) == (200, 200), "both count until the old line is gone"
+        url = f"http://127.0.0.1:{port}/"
+        evict = ["evict", url, "--level", "host", "--amount", "1"]
+        assert main([*evict, "--token-file", str(file)]) == 0, "a command sends the first line"
+        file.write_text(f"{new}\n")
+        assert (status(TOKEN), status(new)) == (401, 200)
+        for wrong in ("", "short", f"{new}\nshort\n", f"{new}\n" * 9):
+            file.write_text(wrong)
+            assert (status(TOKEN), status(new), status("short")) == (401, 200, 401), wrong
+        file.unlink()
+        assert (status(TOKEN), status(new)) == (401, 200), "the last good ones stay in effect"
+        file.write_text(f"{TOKEN}\n")
+        assert (status(TOKEN), status(new)) == (200, 401)
+        told = ask(tmp_path / "kv.sock", {"command": "status"})["notices"]
+        assert any("No such file" in one["text"] for one in told)
+        assert not any(secret in str(told) + caplog.text for secret in (TOKEN, new))
 
 
 def test_slow_clients_are_disconnected_and_their_places_free(port, monkeypatch):

@@ -292,7 +292,7 @@ def test_the_key_may_be_in_a_file_and_is_never_shown(tmp_path: Path) -> None:
     path = tmp_path / "key"
     section = {"path": str(tmp_path), "key_file": str(path)}
     config = load_config({"host": "1 MiB", "forget": section}, env={})
-    with pytest.raises(ConfigError, match="expected a readable file with one line"):
+    with pytest.raises(ConfigError, match="expected a readable file with one secret in each line"):
         _ = config.forget.secret
     path.write_text("0123456789abcdef\n")
     assert config.forget.secret == "0123456789abcdef"

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvladder.errors import TierError
-from kvladder.tiers.nixl.curve import KeyFile
+from kvladder.tiers.nixl.curve import KeyFile, KeyRing
 from kvladder.tiers.nixl.messages import FRAME_BYTES_MAX
 
 QUEUE_MAX = 1024
@@ -137,20 +137,51 @@ def _context() -> zmq.Context[Any]:
     return zmq.Context()
 
 
+class Dialler:
+    """Connects to a far end with the keys of the file as it is by then.
+
+    If the file lists several public keys of far ends, the next one is tried after a connection
+    over which nothing came. So a far end may change its key.
+    """
+
+    def __init__(self, address: str, ring: KeyRing) -> None:
+        self._address = address
+        self._ring = ring
+        self._number = 0
+        self._answered = True
+
+    def __call__(
+        self, take: Callable[[bytes], None], broke: Callable[[TierError], None]
+    ) -> Control:
+        """See ``Dial``."""
+        keys = self._ring.keys
+        if not self._answered:
+            self._number += 1
+        self._answered = False
+
+        def came(data: bytes) -> None:
+            self._answered = True
+            take(data)
+
+        peer = keys.peers[self._number % len(keys.peers)]
+        return Dialled(self._address, keys, peer, came, broke)
+
+
 class Dialled:
-    """A connection to a far end; once closed, it is not made again."""
+    """A connection to a far end; once closed, it is not made again. ``peer`` is its public key."""
 
     def __init__(
         self,
         address: str,
         keys: KeyFile,
+        peer: str,
         take: Callable[[bytes], None],
         broke: Callable[[TierError], None],
     ) -> None:
         self._broke = broke
         self._frame = take
         socket = prepared(_context(), zmq.DEALER, keys)
-        socket.curve_serverkey = keys.peers[0].encode()
+        socket.curve_serverkey = peer.encode()
         watch = socket.get_monitor_socket(sum(_BROKEN))
         self._mailbox = Mailbox(socket, self._took)
         self._watch = Mailbox(watch, self._happened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -106,6 +107,47 @@ def read_keys(path: str) -> KeyFile:
     if not keys.peers and not any(tenant.peers for tenant in keys.tenants):
         raise ConfigError(f"{path} lists no peer", path="keys", hint=HINT)
     return keys
+
+
+class KeyRing:
+    """The keys of one end, read again when their file has changed. ``keys`` are the current ones.
+
+    While the file is wrong, the keys that it last had stay in effect.
+
+    Parameters
+    ----------
+    path:
+        The file's path.
+    say:
+        Called with a text when the file has changed, or is wrong.
+
+    Raises
+    ------
+    ConfigError
+        See ``read_keys``.
+    """
+
+    def __init__(self, path: str, say: Callable[[str], object]) -> None:
+        self._path = path
+        self._say = say
+        self._wrong = ""
+        self.keys = read_keys(path)
+
+    def renew(self) -> bool:
+        """Read the file again, which blocks; return whether the keys are others now."""
+        try:
+            found = read_keys(self._path)
+        except ConfigError as error:
+            if str(error) != self._wrong:
+                self._wrong = str(error)
+                self._say(f"{error}: kvladder keeps the keys that it had")
+            return False
+        self._wrong = ""
+        if found == self.keys:
+            return False
+        self.keys = found
+        self._say(f"the keys in {self._path} have changed, and the new ones are used")
+        return True
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:

@@ -21,8 +21,8 @@ from kvladder.schema import Address, Settings, masked
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
-from kvladder.tiers.nixl.control import Dialled
-from kvladder.tiers.nixl.curve import read_keys
+from kvladder.tiers.nixl.control import Dialled, Dialler
+from kvladder.tiers.nixl.curve import KeyRing
 from kvladder.tiers.nixl.line import Client, Line, greet
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
 from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load
@@ -118,7 +118,7 @@ class NixlTier(Tier):
         del capacity_bytes
         load()
         options = self.options
-        keys = read_keys(options.keys)
+        keys = KeyRing(options.keys, warn).keys
         arena = Arena.create(1, PAGE_BYTES)
         try:
             NixlPlane(arena, options.transports, options.interfaces).destroy()
@@ -132,10 +132,16 @@ class NixlTier(Tier):
         addresses = [*options.servers, *options.peers, *(one.address for one in found.values())]
         silent: list[str] = []
         for address in addresses:
-            try:
-                await greet(partial(Dialled, address, keys))
-            except TierError as error:
-                silent.append(f"{address}: {error}")
+            why = ""
+            for peer in keys.peers:
+                try:
+                    await greet(partial(Dialled, address, keys, peer))
+                except TierError as error:
+                    why = why or f"{address}: {error}"
+                else:
+                    break
+            else:
+                silent.append(why)
         if silent and len(silent) == len(addresses):
             where = "roster" if options.roster else "servers" if options.servers else "peers"
             raise Unavailable("; ".join(silent), path=where, hint=SERVER_HINT)
@@ -150,23 +156,28 @@ class NixlTier(Tier):
         self.batch_max = max(1, min(BATCH_MAX, fitting, context.capacity_blocks))
         await context.run_blocking(load)
         options = self.options
-        keys = read_keys(options.keys)
+        ring = KeyRing(options.keys, context.say)
         plane = partial(NixlPlane, context.arena, options.transports, options.interfaces)
+
+        async def renew() -> int:
+            await context.run_blocking(ring.renew)
+            return len(ring.keys.peers)
+
         client = Client(
             namespace=context.namespace,
             block_bytes=context.layout.block_bytes,
             plane=partial(context.run_blocking, plane),
             timeout_s=context.timeout_s,
+            renew=renew,
         )
 
         def line(name: str, address: str) -> Line:
-            dial = partial(Dialled, address, keys)
-            return Line(address, client, dial, context.say, name)
+            return Line(address, client, Dialler(address, ring), context.say, name)
 
         self._line = line
         try:
             if options.roster:
-                self._roster = Roster(options.roster, keys.peers[0])
+                self._roster = Roster(options.roster, ring.keys.peers[0])
                 await self._look(self._roster)
                 self._following = asyncio.create_task(self._follow(self._roster))
             self._servers += [line(address, address) for address in options.servers]

@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Any
 
 from kvladder.errors import ConfigError, TierError
+from kvladder.secret_file import Secrets
 from kvladder.tiers.redis.resp import Command, Reply, ReplyError, Wire, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
@@ -49,11 +50,29 @@ class Entrance:
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
-        self._url = url = options.parsed
+        self._url = options.parsed
         self.limit_s = float(options.connect_timeout)
         """Time limit to connect and log in, and for each reply to ``ask`` and ``reply``."""
-        self._login = _login(url.username, url.password, url.db)
+        self._passwords: Secrets | None = None
         self._sentinel_login = _login(options.sentinel_username, options.sentinel_password)
+
+    def _logins(self) -> list[list[Command]]:
+        """Return the logins to try at a server, one after the other.
+
+        Raises
+        ------
+        Unfit
+            The file of the password has never been right.
+        """
+        url, file, setting = self._url, self._options.password_file, "password_file"
+        if self._passwords is None:
+            try:
+                self._passwords = Secrets(
+                    url.password, file=file, setting=setting, require=_require
+                )
+            except ConfigError as error:
+                raise Unfit(error.message, path=setting, hint=error.hint) from error
+        return [_login(url.username, one, url.db) for one in self._passwords.lines() or ("",)]
 
     async def wire(self, address: Address, *, sentinel: bool = False) -> Wire:
         """Return a new connection for exchanges, logged in and with its database selected.
@@ -65,8 +84,18 @@ class Entrance:
         TierError
             The server cannot be reached.
         """
+        logins = [self._sentinel_login] if sentinel else self._logins()
+        for login in logins[:-1]:
+            try:
+                return await self._wire(address, login, sentinel=sentinel)
+            except Unfit as error:
+                if error.wrong.path != "password":
+                    raise
+        return await self._wire(address, logins[-1], sentinel=sentinel)
+
+    async def _wire(self, address: Address, login: Sequence[Command], *, sentinel: bool) -> Wire:
+        """Return a new connection, see ``wire``, by one login."""
         wire = Wire(mark=b"PING" if sentinel else b"ECHO")
-        login = self._sentinel_login if sentinel else self._login
         try:
             async with asyncio.timeout(self.limit_s):
                 await self._open(wire, address)
@@ -119,7 +148,7 @@ class Entrance:
         refusal = _REFUSAL.search(text)
         if refusal is not None:
             own, path = self._options, "sentinel_password" if sentinel else "password"
-            if not (own.sentinel_password if sentinel else own.password or self._url.password):
+            if not (own.sentinel_password if sentinel else own.password_file or self._url.password):
                 what, hint = f"{address} requires a password, but none is set", _UNSET_HINT
                 return Unfit(what, path=path, hint=hint.format(path))
             hint = "expected the right username and password"
@@ -163,6 +192,11 @@ class Entrance:
             return Address(told[b"ip"].decode(), int(told[b"port"]))
         except (KeyError, ValueError, AttributeError) as error:
             raise TierError(f"{address}: malformed reply about the master") from error
+
+
+def _require(password: str, setting: str) -> None:
+    if not password:
+        raise ConfigError("a line is empty", path=setting, hint="expected a password in each line")
 
 
 def _login(username: str, password: str, db: int = 0) -> list[Command]:

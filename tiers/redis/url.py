@@ -121,6 +121,9 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     """Name of an ACL user, instead of the one in the URL."""
     password: str = ""
     """Password of that user."""
+    password_file: str = ""
+    """File with that password in its first line. If a server refuses it, those in further lines are
+    tried. The file is read again for each new connection."""
     sentinel_username: str = ""
     """Name of an ACL user of the Sentinels."""
     sentinel_password: str = ""
@@ -150,6 +153,9 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
             hint = "expected redis://[user:password@]host[:port][/db], rediss:// or unix:///path"
             raise ConfigError(str(error), path="url", hint=hint) from None
         self._check_topology(url)
+        if self.password_file and (self.password or url.password):
+            what = "a password is set here and in another place"
+            raise ConfigError(what, path="password_file", hint="set it in one place")
         if (self.username or self.password) and (url.username or url.password):
             what = "a user is set here and in the url"
             raise ConfigError(what, path="username", hint="set it in one place")

@@ -106,7 +106,7 @@ class RunningCache:
 def caches(target: str, *, token_file: Path | None = None) -> list[RunningCache]:
     """Return the running caches of a control socket, a URL, or a YAML file, one or more.
 
-    ``token_file`` has the token that changes through a port need.
+    ``token_file`` has the token that changes through a port need, in its first line.
 
     Raises
     ------
@@ -139,6 +139,6 @@ def caches(target: str, *, token_file: Path | None = None) -> list[RunningCache]
 
 def _token(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}", path="--token-file") from error
