@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.machine import RESULTS, machine
-from benchmarks.soak.page import GIVEN_UP_S, Held, Outcome, Struck, html, markdown
-from benchmarks.soak.stage import Fault, Stage
+from benchmarks.soak.page import GIVEN_UP_S, Held, Outcome, Restart, Struck, html, markdown
+from benchmarks.soak.stage import LEVELS, Fault, Stage
 from benchmarks.soak.users import LAG_MAX, SoakServer, Teller, Users, Watcher, server
 from kvladder.report.page import write
 from tests.patience import until
@@ -43,11 +43,13 @@ class Soak:
 
     def __init__(self, folder: Path, undo: ExitStack, seed: int) -> None:
         self.seed, self.random = seed, Random(seed)
-        model = make(folder)
+        self._folder, self._undo = folder, undo
+        self._model = model = make(folder)
         say("starting far ends")
         self.stage = Stage(folder, undo)
         say("starting three vLLM")
-        stacks = {"alone": None, **{name: self.stage.stack(name) for name in ENGINES}}
+        self._stacks = {name: self.stage.stack(name) for name in ENGINES}
+        stacks = {"alone": None, **self._stacks}
         servers: dict[str, SoakServer] = {}
         for name, stack in stacks.items():
             servers[name] = server(folder, name, model, stack)
@@ -60,6 +62,9 @@ class Soak:
         self.watcher = Watcher(self.stage, ENGINES)
         self.struck: list[Struck] = []
         self.held: list[Held] = []
+        self.restarts: list[Restart] = []
+        self._served_before = dict.fromkeys(LEVELS, 0)
+        """Blocks that levels had served to engines that were killed since."""
 
     def run(self, minutes: float) -> Outcome:
         """Cause one fault after the other, each kind once before any kind again."""
@@ -92,7 +97,11 @@ class Soak:
             failed=[f"{name}: {error}" for name, _, error in self.users.failed],
             struck=self.struck,
             held=self.held,
-            served={level: sum(one.levels[level][1] for one in last) for level in last[0].levels},
+            served={
+                level: before + sum(one.levels[level][1] for one in last)
+                for level, before in self._served_before.items()
+            },
+            restarts=self.restarts,
         )
 
     def _is_warm(self, engine: str) -> bool:
@@ -101,12 +110,47 @@ class Soak:
 
     def _faults(self) -> Iterator[Fault]:
         while True:
-            yield from self.stage.faults(ENGINES, self.random)
+            found = self.stage.faults(ENGINES, self.random)
+            kills = [self._kill(name) for name in self.random.sample(ENGINES, k=len(ENGINES))]
+            found.insert(len(found) // 2, kills.pop())
+            yield from [*kills, *found]
+
+    def _kill(self, engine: str) -> Fault:
+        """Return the fault that an engine is killed with all of its processes, and starts again.
+
+        Requests to the other engine continue. Those to this one that are in flight may fail.
+        """
+
+        def strike() -> float:
+            before = int(self.stage.stats(engine)["files"]["blocks"])
+            for level, (_, hits) in self.watcher.samples[engine][-1].levels.items():
+                self._served_before[level] += hits
+            self.users.leave(engine)
+            cut, asked, begun_s = self.users.cut, len(self.users.asked), time.monotonic()
+            self.engines[engine].kill()
+            again = server(self._folder, engine, self._model, self._stacks[engine])
+            self._undo.callback(again.kill)
+            self.engines[engine] = again
+            again.ready()
+            over_s = time.monotonic()
+            recovered = int(self.stage.stats(engine)["files"]["recovered"])
+            self.watcher.anew(engine)
+            others = sum(one.engine != engine for one in self.users.asked[asked:])
+            self.restarts.append(
+                Restart(engine, over_s - begun_s, before, recovered, self.users.cut - cut, others)
+            )
+            self.users.come_back(engine)
+            return over_s
+
+        return Fault("all", "engine", "SIGKILL, then started again", strike, int, ends=engine)
 
     def strike(self, fault: Fault) -> None:
         """Cause a fault, repair it, and wait until the level serves all engines."""
         say(f"{fault.level}: {fault.victim} {fault.what}")
-        before = [self.watcher.sample(name) for name in ENGINES]
+        before = [
+            self.watcher.none() if name == fault.ends else self.watcher.sample(name)
+            for name in ENGINES
+        ]
         begun_s = time.monotonic()
         over_s = fault.strike()
         fault.repair()

@@ -13,6 +13,13 @@ from kvladder.report.page import Plot, figure, page, plotly
 GIVEN_UP_S = 180.0
 """Time within which a level must serve again after a fault."""
 
+FOUND_MIN = 0.9
+"""Share of the blocks in files that an engine finds again after it was killed."""
+
+ABOUT_RESTARTS = """\
+Engines that were killed with SIGKILL, all of their processes, and started again on the same files.
+Cut: their own requests that were in flight. No request to the other engine may fail.
+"""
 ABOUT_STAGE = """\
 Two vLLM with a tiny random model have host memory, files, Redis under Sentinel, `kvladder serve`,
 Mooncake and moto below, in this order. All but the files are behind proxies. A third vLLM without
@@ -65,6 +72,22 @@ class Held(NamedTuple):
     """Proportional set size."""
 
 
+class Restart(NamedTuple):
+    """An engine that was killed and started again, on the same directory of files."""
+
+    engine: str
+    took_s: float
+    """Time until it served again."""
+    blocks: int
+    """Blocks in its files when it was killed."""
+    recovered: int
+    """Blocks that it found there."""
+    cut: int
+    """Its requests that were in flight and failed."""
+    others: int
+    """Requests that the other engine answered meanwhile."""
+
+
 class Outcome(NamedTuple):
     """All that a soak measured."""
 
@@ -80,6 +103,7 @@ class Outcome(NamedTuple):
     held: Sequence[Held]
     served: dict[str, int]
     """Blocks that each level served."""
+    restarts: Sequence[Restart] = ()
 
     def troubles(self) -> list[str]:
         """Return what must not happen, and has."""
@@ -91,6 +115,16 @@ class Outcome(NamedTuple):
             if one.again_s is None
         ]
         found += [f"{one.who}: {one.slots} slots are held" for one in self.held if one.slots]
+        found += [
+            f"{one.engine} found {one.recovered} of {one.blocks} blocks after it was killed"
+            for one in self.restarts
+            if one.recovered < FOUND_MIN * one.blocks
+        ]
+        found += [
+            f"no request was answered while {one.engine} started again"
+            for one in self.restarts
+            if not one.others
+        ]
         return found
 
 
@@ -170,6 +204,18 @@ def _timed(asked: Sequence[Asked]) -> tuple[int, list[float]]:
     return len(asked), sorted(one.took_s for one in asked)
 
 
+def restarts_table(outcome: Outcome) -> list[str]:
+    """Return the table of engines that were killed and started again."""
+    names = "engine", "serves again after", "blocks in its files", "found again", "cut"
+    lines = [_row((*names, "answers of the other"))]
+    lines.append("| --- |" + " ---: |" * 5)
+    lines += [
+        _row((one.engine, f"{one.took_s:,.0f} s", one.blocks, one.recovered, one.cut, one.others))
+        for one in outcome.restarts
+    ]
+    return lines
+
+
 def held_table(outcome: Outcome) -> list[str]:
     """Return what is held after the first fault, in the middle and in the end."""
     lines = ["| who | when | slots | descriptors | memory |", "| --- | --- |" + " ---: |" * 3]
@@ -203,6 +249,7 @@ def markdown(outcome: Outcome, about: dict[str, str]) -> str:
         ABOUT_FAULTS,
         *faults_table(outcome),
         "",
+        *([ABOUT_RESTARTS, *restarts_table(outcome), ""] if outcome.restarts else []),
         ABOUT_HELD,
         *held_table(outcome),
         "",

@@ -44,6 +44,8 @@ class Fault(NamedTuple):
     """Callback that causes it, waits, and returns when it was over."""
     repair: Callable[[], object]
     """Callback afterwards: it restores the state before the fault."""
+    ends: str = ""
+    """Name of the engine that it kills."""
     empties: bool = False
     """Whether the level has no blocks afterwards: it serves again long after it stores again."""
 
@@ -200,10 +202,8 @@ class Stage:
         for lane in self.lanes:
             for case in lane.cases():
                 strike = partial(lane.strike, case)
-                empties = case.fault.endswith("empty")
-                found.append(
-                    Fault(lane.level, case.victim, case.fault, strike, lane.repair, empties)
-                )
+                told = lane.level, case.victim, case.fault, strike, lane.repair
+                found.append(Fault(*told, empties=case.fault.endswith("empty")))
         for lane in (self.redis, self.serve, self.store):
             for what, begin, end in self._troubles(lane.proxies, FLIP_EVERY[lane.level]):
                 for_s = random.uniform(SHORTEST_S, LONGEST_S)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -48,10 +49,11 @@ class SoakServer(Server):
 
 
 def server(folder: Path, name: str, model: Path, stack: dict[str, Any] | None) -> SoakServer:
-    """Start vLLM, alone or with kvladder below it."""
+    """Start vLLM, alone or with kvladder below it; also again, after it was killed."""
     place = folder / name
-    place.mkdir()
-    (place / "MODEL").symlink_to(model)
+    place.mkdir(exist_ok=True)
+    if not (place / "MODEL").exists():
+        (place / "MODEL").symlink_to(model)
     if stack is None:
         return SoakServer(place, "vllm serve MODEL", "--no-enable-prefix-caching")
     transfer = shlex.quote(json.dumps(connector(stack)))
@@ -110,12 +112,16 @@ class Users:
         """The engine and the time of each answer that differs."""
         self.failed: list[tuple[str, float, str]] = []
         """The engine, the time and the error of each failed request."""
+        self.cut = 0
+        """Number of requests that failed because their engine was killed."""
+        self._engines = engines
+        self._away: set[str] = set()
         self._teller = teller
         self._ending, self._may_ask = threading.Event(), threading.Event()
         self._in_flight, self._lock = 0, threading.Lock()
         names = [name for name in engines for _ in range(each)]
         self._threads = [
-            threading.Thread(target=self._run, args=(name, engines[name], Random(seed + number)))
+            threading.Thread(target=self._run, args=(name, Random(seed + number)))
             for number, name in enumerate(names)
         ]
         self._threads.append(threading.Thread(target=self._tell))
@@ -142,6 +148,14 @@ class Users:
         """Let requests begin again."""
         self._may_ask.set()
 
+    def leave(self, engine: str) -> None:
+        """Ask an engine nothing more, as it will be killed; its requests in flight may fail."""
+        self._away.add(engine)
+
+    def come_back(self, engine: str) -> None:
+        """Ask an engine again."""
+        self._away.discard(engine)
+
     def _begin(self) -> bool:
         """Wait until requests may begin, and count one; return False at the end of all."""
         while not self._ending.is_set():
@@ -165,13 +179,19 @@ class Users:
             finally:
                 self._end()
 
-    def _run(self, name: str, engine: SoakServer, random: Random) -> None:
+    def _run(self, name: str, random: Random) -> None:
         while not self._ending.wait(PAUSE_S * 2 * random.random()) and self._begin():
+            if name in self._away:
+                self._end()
+                continue
             known, begun_s = self._teller.one(random), time.monotonic()
             try:
-                answer, cached = engine.complete(known.prompt, SALT, tokens=TOKENS)
-            except (OSError, ValueError) as error:
-                self.failed.append((name, time.monotonic(), str(error)))
+                answer, cached = self._engines[name].complete(known.prompt, SALT, tokens=TOKENS)
+            except (OSError, HTTPException, ValueError) as error:
+                if name in self._away:
+                    self.cut += 1
+                else:
+                    self.failed.append((name, time.monotonic(), str(error)))
             else:
                 self.asked.append(Asked(name, begun_s, time.monotonic() - begun_s, cached))
                 if answer != known.answer:
@@ -220,6 +240,16 @@ class Watcher:
         errors = {name: stats[name]["errors"] for name in LEVELS}
         damaged = {name: stats[name]["corrupt"] + stats[name]["foreign"] for name in LEVELS}
         return Sample(begun_s, levels, errors, damaged)
+
+    @staticmethod
+    def none() -> Sample:
+        """Return the counters of an engine that has just started."""
+        none = dict.fromkeys(LEVELS, 0)
+        return Sample(time.monotonic(), dict.fromkeys(LEVELS, (0, 0)), none, none)
+
+    def anew(self, engine: str) -> None:
+        """Forget the samples of an engine that was killed: its counters begin at 0 again."""
+        self.samples[engine] = [self.none()]
 
     def again_s(
         self, level: str, since_s: float, within_s: float, *, is_stored: bool = False
