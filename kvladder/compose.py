@@ -196,7 +196,7 @@ def _admit(
     if config.export.listen is not None:
         export = _export(config, manager, stack, runtime, instance, serves=serves)
         manager.admit(export)
-        manager.report("export", export.counts)
+        manager.report("export", export.counts, export.describe)
 
 
 def _tracer(config: StackConfig, layout: Layout, clock: Clock, undo: ExitStack) -> Tracer | None:
@@ -297,6 +297,7 @@ def _serve_http(
     server = ControlServer(answers, notices.say, answers.bytes_max)
     answers.listens = lambda: server.names
     manager.admit(server)
+    manager.report("listeners", server.stats, server.describe)
     server.prepare(stack.lock.be_patient)
     if config.control.path is not None:
         path = socket_path(config.control.path, instance)

@@ -1,10 +1,10 @@
-"""Counters and histograms of one level, as plain numbers."""
+"""Counters and histograms of one level, and shares of clients, as plain numbers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -12,7 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 SECTIONS: Final = (
-    *("arena", "copies", "export", "hints", "loop", "misses", "preemption", "rebalance", "record"),
+    *(
+        "arena",
+        "copies",
+        "export",
+        "hints",
+        "listeners",
+        "loop",
+        "misses",
+        "preemption",
+        "rebalance",
+        "record",
+    ),
     "shadow",
 )
 """Sections of statistics that are not levels; no level may have these names."""
@@ -162,3 +173,31 @@ class LevelStats:
         for name, counts in dropped.items():
             found[f"dropped_{name}"] = sum(counts.values())
         return found
+
+
+CLIENTS_SHOWN: Final = 8
+"""Number of clients that are shown by name, those that hold most; the others are summed up."""
+OTHERS: Final = "others"
+
+
+def shown(held: Mapping[str, int]) -> dict[str, int]:
+    """Return what the largest clients hold, by name, and the sum of the others."""
+    ranked = sorted(held.items(), key=lambda one: (-one[1], one[0]))
+    found = {name: count for name, count in ranked[:CLIENTS_SHOWN] if count}
+    if rest := sum(count for _, count in ranked[CLIENTS_SHOWN:]):
+        found[OTHERS] = rest
+    return found
+
+
+def summed(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the sums of what connections hold, by the name of their client."""
+    found: Counter[str] = Counter()
+    for name, count in rows:
+        found[name] += count
+    return dict(found)
+
+
+def largest(held: Mapping[str, int]) -> str:
+    """Return the client that holds most, and how much, for users."""
+    name, count = max(held.items(), key=lambda one: one[1], default=("", 0))
+    return f"{count}, of {name}" if count else "0"

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvladder.errors import ConfigError
 from kvladder.schema import Settings
-from kvladder.secret_file import Secrets
+from kvladder.secrets.file import Secrets
 
 KEY_MIN: Final = 16
 

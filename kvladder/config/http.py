@@ -8,7 +8,7 @@ from typing import Final
 
 from kvladder.errors import ConfigError
 from kvladder.schema import Address, Settings
-from kvladder.secret_file import Secrets
+from kvladder.secrets.file import Secrets
 
 TOKEN_MIN: Final = 16
 PORT_MAX: Final = 65535

@@ -39,7 +39,7 @@ class Guard:
     Parameters
     ----------
     tokens:
-        Returns the secrets of which changes need one; none if no changes are accepted.
+        Returns the accepted secrets; a change needs one of them. None: no changes are accepted.
     hosts:
         Names, beside addresses and ``localhost``, under which clients may reach the port.
     """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from struct import Struct
 from typing import Any, Final
 
 import h11
@@ -16,6 +18,8 @@ REQUEST_BYTES_MAX: Final = 16 << 10
 """Largest size of a request's head, and of most bodies."""
 REQUEST_S: Final = 10.0
 """Time limit for a client to send a request, and to read an answer or a part of one."""
+_CREDENTIALS: Final = Struct("3i")
+"""Process, user and group of a socket's other end."""
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
 
@@ -75,6 +79,20 @@ class Refused(Exception):
         self.status = status
 
 
+def _peer(sock: socket.socket) -> str:
+    """Return which client a connection comes from, as far as the kernel knows it."""
+    try:
+        if sock.family != socket.AF_UNIX:
+            return str(sock.getpeername()[0])
+        size = _CREDENTIALS.size
+        _, user, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+    except OSError:  # it is gone
+        return "gone"
+    return f"user {user}"
+
+
 class HttpConnection:
     """Answers the requests of one client, one after the other."""
 
@@ -84,6 +102,8 @@ class HttpConnection:
         self._link: Any = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
         self._is_head = False
         """True if the request being answered wants no body."""
+        self.peer = _peer(writer.get_extra_info("socket"))
+        """Address of the client, or the number of its user if it came over a socket."""
         self.waits_since_s: float | None = asyncio.get_running_loop().time()
         """Time since which it waits for a request; None while it answers one."""
 

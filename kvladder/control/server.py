@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, Final, Protocol
 from kvladder.control.guard import Guard
 from kvladder.control.http import (
     REQUEST_BYTES_MAX,
+    REQUEST_S,
     Answer,
     BodyMax,
     HttpConnection,
@@ -20,6 +22,7 @@ from kvladder.control.http import (
     body_max,
 )
 from kvladder.errors import ClosedError, ConfigError, Unavailable
+from kvladder.metrics import largest, shown
 from kvladder.runtime import Runtime
 from kvladder.tiers import forks
 
@@ -95,6 +98,12 @@ class HttpListener:
         self._say = say
         self._clients: set[asyncio.Task[Any]] = set()
         self._places: dict[HttpConnection, asyncio.Task[Any]] = {}
+        self._peers: dict[HttpConnection, str] = {}
+        """Address of each client that has a place; at a socket, the number of its user."""
+        self.displaced = 0
+        """Number of clients that gave their places to new ones."""
+        self.refused = 0
+        """Number of clients that found no place."""
         self._closed = False
         self._bound: Bound | None = None
         self._server: asyncio.Server | None = None
@@ -114,6 +123,15 @@ class HttpListener:
     def name(self) -> str:
         """Name of the bound socket; empty while it is unavailable."""
         return "" if self._bound is None else self._bound.name
+
+    @property
+    def what(self) -> str:
+        """What the socket is to users."""
+        return self._what
+
+    def held(self) -> dict[str, int]:
+        """Return the number of places that each client has; any thread calls this."""
+        return dict(Counter([*self._peers.values()]))
 
     def _unbind(self) -> None:
         if self._bound is not None:
@@ -189,12 +207,15 @@ class HttpListener:
         if len(self._places) >= CLIENTS_MAX:
             self._make_room()
         if len(self._places) < CLIENTS_MAX:
-            self._places[client] = task
+            self._places[client], self._peers[client] = task, client.peer
             try:
                 await client.converse(self._answer, self._bytes_max)
             finally:
                 self._places.pop(client, None)
-        elif len(self._clients) <= 2 * CLIENTS_MAX:
+                self._peers.pop(client, None)
+            return
+        self.refused += 1
+        if len(self._clients) <= 2 * CLIENTS_MAX:
             await client.refuse(
                 503, f"{CLIENTS_MAX} clients are already connected: try again later"
             )
@@ -208,6 +229,7 @@ class HttpListener:
         waiting = {c: c.waits_since_s for c in self._places if c.waits_since_s is not None}
         if waiting:
             self._places.pop(min(waiting, key=waiting.__getitem__)).cancel()
+            self.displaced += 1
 
 
 class ControlServer:
@@ -224,6 +246,25 @@ class ControlServer:
     def names(self) -> list[str]:
         """Names of the sockets that are bound."""
         return [one.name for one in self._listeners if one.name]
+
+    def stats(self) -> dict[str, Any]:
+        """Return by listener which client has how many places, and the counters."""
+        return {
+            "places": {one.what: shown(one.held()) for one in self._listeners},
+            "displaced": {one.what: one.displaced for one in self._listeners},
+            "refused": {one.what: one.refused for one in self._listeners},
+        }
+
+    def describe(self) -> list[str]:
+        """Return the bounds of each listener, and how much of them is in use."""
+        bounds = (
+            f"at most {CLIENTS_MAX}; {REQUEST_BYTES_MAX >> 10} KiB of a request's head;"
+            f" {REQUEST_S:g} s to send it and to read the answer"
+        )
+        return [
+            f"clients at the {one.what}: {sum(held.values())}, most: {largest(held)}; {bounds}"
+            for one, held in ((one, one.held()) for one in self._listeners)
+        ]
 
     def prepare(self, function: Callable[[], object]) -> None:
         """Call ``function`` in the serving thread."""

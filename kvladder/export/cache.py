@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from kvladder.arena import Slot
 from kvladder.export.offers import HAVE, LATER, REFUSED, Pinned
@@ -18,8 +18,10 @@ from kvladder.keys import SALT_BYTES, BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import STEP
 from kvladder.manager import BatchedFetch, CacheManager, SetFetch
+from kvladder.metrics import shown, summed
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
+from kvladder.tiers.ladder.batched import PINNED_MAX
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.terms import Terms
 from kvladder.tiers.ladder.writing.transit import facts_of
@@ -72,8 +74,20 @@ class ClientHoldings:
 
     namespace: bytes
     block_bytes: int
+    name: str
+    """Name of the client for operators."""
     pins: dict[int, BatchedFetch] = field(default_factory=dict[int, BatchedFetch])
     grants: dict[int, Granted] = field(default_factory=dict[int, Granted])
+
+    @property
+    def pinned(self) -> int:
+        """Number of slots that are pinned, or admitted for its pins."""
+        return sum(paced.held for paced in [*self.pins.values()])
+
+    @property
+    def granted(self) -> int:
+        """Number of slots that it may write to."""
+        return sum(len(granted.slots) for granted in [*self.grants.values()])
 
 
 class CacheOffers(ABC):
@@ -124,27 +138,48 @@ class CacheOffers(ABC):
     @property
     def _pinned(self) -> int:
         """Number of slots that clients have pinned, or that are admitted for their pins."""
-        return sum(paced.held for s in self._sessions.values() for paced in s.pins.values())
+        return sum(client.pinned for client in self._sessions.values())
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Return the numbers of sessions and of slots that they hold, and the counters."""
-        sessions = self._sessions.values()
-        lots = [lot for s in sessions for granted in s.grants.values() for lot in granted.lots]
-        granted = sum(len(lot.slots) for lot in lots)
+        pinned, granted = self.held_by()
         return {
-            "sessions": len(sessions),
-            "pinned": self._pinned,
-            "granted": granted,
+            "sessions": len(self._sessions),
+            "pinned": sum(pinned.values()),
+            "granted": sum(granted.values()),
+            "client_slots": {
+                kind: found
+                for kind, held in (("pinned", pinned), ("granted", granted))
+                if (found := shown(held))
+            },
             **self._counts,
         }
 
-    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
+    def held_by(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the number of slots that clients have pinned, and were granted, by name."""
+        sessions = [*self._sessions.values()]
+        return (
+            summed((client.name, client.pinned) for client in sessions),
+            summed((client.name, client.granted) for client in sessions),
+        )
+
+    @property
+    def granted_max(self) -> int:
+        """Highest number of slots that one session may hold granted and not committed."""
+        return max(1, int(GRANTED_MAX * self.arena.slots)) if self.writable else 0
+
+    @property
+    def pinned_max(self) -> int:
+        """Highest number of slots that all sessions together may pin."""
+        return max(1, int(PINNED_MAX * self.arena.slots))
+
+    async def hello(self, session: int, namespace: bytes, block_bytes: int, client: str) -> str:
         """See ``Offers``."""
         why = self._refusal(namespace, block_bytes)
         if why:
             self._counts["refused"] += 1
         else:
-            self._sessions[session] = ClientHoldings(namespace, block_bytes)
+            self._sessions[session] = ClientHoldings(namespace, block_bytes, client)
         return why
 
     async def have(self, session: int, keys: Sequence[bytes]) -> bytes:
@@ -359,7 +394,7 @@ class ServerOffers(CacheOffers):
     ) -> Granted:
         """Lease slots, limited by the room in the arena and by the session's share."""
         held = sum(len(other.slots) for other in known.grants.values())
-        left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
+        left = self.granted_max - held
         alike: dict[BlockMeta, list[int]] = {}
         for position, (length, fact) in enumerate(zip(granted.lengths, facts, strict=True)):
             if 0 < length <= known.block_bytes:

@@ -25,7 +25,7 @@ class ServingStarted(NamedTuple):
     """The address at which clients are served, and a reader of the exporter's gauges."""
 
     address: str
-    gauges: Callable[[], Mapping[str, int]]
+    gauges: Callable[[], Mapping[str, int | dict[str, int]]]
 
 
 Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[ServingStarted]]

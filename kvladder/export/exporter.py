@@ -14,8 +14,16 @@ import zmq
 from zmq.utils import z85
 
 from kvladder.errors import ConfigError, TierError
+from kvladder.export.bounds import (
+    HANDSHAKE_MS,
+    HELD_S,
+    MESSAGES_MAX,
+    SESSIONS_MAX,
+    MessageCounter,
+)
 from kvladder.export.offers import Offers
 from kvladder.export.session import Session
+from kvladder.metrics import shown, summed
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
 from kvladder.tiers.nixl.curve import ALL, KeyFile, KeyRing, Rights
@@ -38,14 +46,9 @@ from kvladder.tiers.nixl.messages import (
 from kvladder.tiers.nixl.plane import NixlPlane, Plane, load
 from kvladder.tiers.nixl.pump import doze
 
-SESSIONS_MAX = 256
 PATIENCE = 2
 """A client is given up after this multiple of ``SILENT_MAX``, the client's own limit."""
-HELD_S = 60.0
-"""Seconds in which a client must write blocks that it was granted slots for, or take its reads."""
 HELD_MAX = round(HELD_S / HEARTBEAT_S)
-HANDSHAKE_MS = 3000
-"""Milliseconds in which a connection must show its key."""
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ sends its questions of access here: RFC 27
 _ZAP_VERSION = b"1.0"
 KEYS_S = 1.0
@@ -84,6 +87,7 @@ class Exporter:
         self._sessions: dict[bytes, Session] = {}
         self._rights: dict[bytes, Rights] = {}
         """Rights with which each session began."""
+        self._messages = MessageCounter()
         self._joining: dict[bytes, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._fence = asyncio.Lock()
@@ -91,9 +95,15 @@ class Exporter:
         self._refused = 0
         self._lost = 0
 
-    def gauges(self) -> dict[str, int]:
-        """Return the number of clients, and the counters since the start."""
+    def gauges(self) -> dict[str, int | dict[str, int]]:
+        """Return the number of clients, what each does, and the counters since the start."""
+        pending = summed(
+            (self._rights[client].name, one.pending) for client, one in self._sessions.items()
+        )
+        now_s = asyncio.get_running_loop().time()
         return {
+            "client_requests": shown(pending),
+            "client_messages": shown(self._messages.last(now_s)),
             "clients": len(self._sessions),
             "clients_lost": self._lost,
             "messages_refused": self._refused + sum(s.refused for s in self._sessions.values()),
@@ -115,6 +125,11 @@ class Exporter:
             self._drop(client, "the rights of this client's key have changed")
             return
         if rights is None:
+            return
+        if not self._messages.allows(client, rights.name, asyncio.get_running_loop().time()):
+            self._refused += 1
+            if client in self._sessions:
+                self._drop(client, f"more than {MESSAGES_MAX} messages a second")
             return
         try:
             message = request(data)
@@ -167,7 +182,7 @@ class Exporter:
         writable = offers.writable and rights.may_write(hello.namespace)
         if len(self._sessions) + len(self._joining) > SESSIONS_MAX:
             raise TierError(f"the cache already has {SESSIONS_MAX} clients")
-        if why := await offers.hello(number, hello.namespace, size):
+        if why := await offers.hello(number, hello.namespace, size, rights.name):
             raise WireError(why)
         plane: Plane | None = None
         try:

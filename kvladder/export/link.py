@@ -56,8 +56,8 @@ class ExportListener(Protocol):
         """Take a message to the operator of the cache."""
         ...
 
-    def counted(self, counts: dict[str, int]) -> None:
-        """Take the exporter's gauges and counters, sent at intervals."""
+    def counted(self, counts: dict[str, int | dict[str, int]]) -> None:
+        """Take the exporter's gauges and counters, sent at intervals; some are by client."""
         ...
 
 
@@ -80,9 +80,9 @@ class FarOffers:
         self._open: dict[tuple[int, int], list[int]] = {}
         """Slots that clients may write to, by session and operation."""
 
-    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
+    async def hello(self, session: int, namespace: bytes, block_bytes: int, client: str) -> str:
         """See ``Offers``."""
-        return await self._cache.hello(session, namespace, block_bytes)
+        return await self._cache.hello(session, namespace, block_bytes, client)
 
     async def have(self, session: int, keys: Sequence[bytes]) -> bytes:
         """See ``Offers``."""

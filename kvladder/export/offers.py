@@ -37,8 +37,11 @@ class OfferCalls(Protocol):
     TierError if the cache cannot be asked now. ``gone`` releases all that a session holds.
     """
 
-    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
-        """Begin a session of a client; return why it is refused, or an empty string."""
+    async def hello(self, session: int, namespace: bytes, block_bytes: int, client: str) -> str:
+        """Begin a session of a client; return why it is refused, or an empty string.
+
+        ``client`` is its name for operators; several sessions may have the same.
+        """
         ...
 
     async def have(self, session: int, keys: Sequence[bytes]) -> bytes:

@@ -7,17 +7,26 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvladder.children.pipe import Pipe
 from kvladder.children.spawn import Spawned, start_again
 from kvladder.config.settings import ExportConfig
 from kvladder.errors import ClosedError, ConfigError, TierError
+from kvladder.export.bounds import (
+    HANDSHAKE_MS,
+    HELD_S,
+    MESSAGES_MAX,
+    OPERATIONS_MAX,
+    SESSIONS_MAX,
+)
 from kvladder.export.cache import CacheOffers
 from kvladder.export.link import EXPORTER, LISTENER, OFFERS, Serve
+from kvladder.metrics import largest
 from kvladder.schema import within
 from kvladder.tiers.isolated.process import START_S
 from kvladder.tiers.ladder.stack import Portal
+from kvladder.tiers.nixl.messages import FRAME_BYTES_MAX
 
 CHILD: Final = "kvladder.export.child"
 CLOSE_S: Final = 2.0
@@ -64,7 +73,7 @@ class Export:
         self._process = 0
         """Process id of the child; 0 while no child serves."""
         self._ends = 0
-        self._gauges: dict[str, int] = {}
+        self._gauges: dict[str, int | dict[str, int]] = {}
         self._closed = False
         self.address = config.listen or ""
         """Host and port at which clients are served."""
@@ -76,11 +85,27 @@ class Export:
         except TierError as error:
             raise ConfigError(str(error), path="export") from error
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Return the counters, the child's process id and the port, as plain data."""
         own = {"process": self._process, "process_ends": self._ends}
         own["port"] = int(self.address.rpartition(":")[2])
         return {**self._offers.counts(), **self._gauges, **own}
+
+    def describe(self) -> list[str]:
+        """Return the bounds of each client and of all, and how much of them is in use."""
+        offers, gauges = self._offers, self._gauges
+        pinned, granted = offers.held_by()
+        pending, messages = gauges.get("client_requests"), gauges.get("client_messages")
+        return [
+            f"clients at {self.address}: {offers.counts()['sessions']} of {SESSIONS_MAX}",
+            f"  most slots granted: {largest(granted)}; at most {offers.granted_max} a session",
+            f"  most slots pinned: {largest(pinned)}; at most {offers.pinned_max} by all",
+            f"  a session holds slots for at most {HELD_S:g} s",
+            f"  most requests: {_largest(pending)}; at most {OPERATIONS_MAX} a session",
+            f"  most messages in a second: {_largest(messages)}; at most {MESSAGES_MAX} a session",
+            f"  a message has at most {FRAME_BYTES_MAX >> 10} KiB",
+            f"  a connection shows its key within {HANDSHAKE_MS / 1000:g} s",
+        ]
 
     # ---- the child
 
@@ -155,7 +180,7 @@ class Export:
         """See ``ExportListener``."""
         self._say("export", text)
 
-    def counted(self, counts: dict[str, int]) -> None:
+    def counted(self, counts: dict[str, int | dict[str, int]]) -> None:
         """See ``ExportListener``."""
         self._gauges = counts
 
@@ -201,3 +226,8 @@ class Export:
             self._spawned.kill()
             await self._pipe.join()
         self._process = 0
+
+
+def _largest(held: int | dict[str, int] | None) -> str:
+    """Return the client that holds most, of a gauge by client; 0 before the first report."""
+    return largest(held) if isinstance(held, dict) else "0"

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvladder.errors import TierError
+from kvladder.export.bounds import OPERATIONS_MAX
 from kvladder.export.offers import Offers, Pinned
 from kvladder.tiers.nixl.messages import (
     REFUSED,
@@ -38,9 +39,6 @@ from kvladder.tiers.nixl.messages import (
 )
 from kvladder.tiers.nixl.plane import Area, Plane
 from kvladder.tiers.nixl.pump import Pump, doze
-
-OPERATIONS_MAX = 256
-"""Highest number of pending operations of one client, uncommitted grants included."""
 
 
 class Session:
@@ -101,6 +99,11 @@ class Session:
         self._over = False
         self.refused = 0
         """Number of invalid messages of the client."""
+
+    @property
+    def pending(self) -> int:
+        """Number of operations that have not ended, uncommitted grants included."""
+        return len(self._tasks) + len(self._granted)
 
     # ---- the end
 

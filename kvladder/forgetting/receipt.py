@@ -12,7 +12,7 @@ import msgspec
 
 from kvladder.errors import ConfigError
 from kvladder.schema import is_mapping
-from kvladder.secret_file import Secrets
+from kvladder.secrets.file import Secrets
 
 FORMAT: Final = "kvladder-purge-receipt/1"
 ALGORITHM: Final = "hmac-sha256"
@@ -132,7 +132,7 @@ class Signer:
     Parameters
     ----------
     keys:
-        The key, or the keys, of which there is at least one.
+        The key, or all keys: one at least.
     """
 
     def __init__(self, keys: str | Secrets) -> None:

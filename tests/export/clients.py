@@ -39,11 +39,12 @@ class Client:
     session: int = 1
     space: bytes = SPACE
     op: int = 0
+    name: str = "a client"
     pieces: int = 0
     """The number of pieces of all gets."""
 
     async def hello(self, block_bytes: int = SIZE) -> str:
-        return await self.offers.hello(self.session, self.space, block_bytes)
+        return await self.offers.hello(self.session, self.space, block_bytes, self.name)
 
     def label(self, key: bytes, data: bytes, facts: Facts = NO_FACTS, **said: Any) -> bytes:
         labels = Labels(Namespace(self.space), len(data), verify=said.get("verify", True))

@@ -43,11 +43,11 @@ class Recording:
     def said(self, text: str) -> None:
         self.calls.append((text,))
 
-    def counted(self, counts: dict[str, int]) -> None:
+    def counted(self, counts: dict[str, int | dict[str, int]]) -> None:
         self.calls.append((counts,))
 
-    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
-        return f"{namespace!r} {block_bytes}"
+    async def hello(self, session: int, namespace: bytes, block_bytes: int, client: str) -> str:
+        return f"{namespace!r} {block_bytes} {client}"
 
     async def remove(self, session: int, keys: list[bytes]) -> None:
         self.calls.append((session, keys))
@@ -122,7 +122,7 @@ async def test_calls_and_answers_keep_their_types() -> None:
         assert await far.have(1, many) == bytes(LOOKUP_MAX)
         assert await far.pin(1, 2, keys_of(1, 2)) == [Pinned(Slot(3), 10, b"label"), None]
         assert await far.grant(1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()]) == [5, -1]
-        assert await far.hello(1, b"space", 7) == "b'space' 7"
+        assert await far.hello(1, b"space", 7, "mine") == "b'space' 7 mine"
         await far.remove(1, keys_of(1))
         await far.gone(1)
         wanted = (1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()])

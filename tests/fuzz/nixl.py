@@ -137,7 +137,7 @@ def session(data: bytes) -> None:
 
 async def _served(given: Input, *, writable: bool) -> None:
     offers, answers, failures = _offers(), list[m.Reply](), list[TierError]()
-    await offers.hello(1, SPACE, BLOCK)
+    await offers.hello(1, SPACE, BLOCK, "a client")
     one = Session(
         1,
         offers,

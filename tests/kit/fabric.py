@@ -110,7 +110,7 @@ class FakeOffers:
     async def _late(self) -> None:
         await asyncio.sleep(self.delay_s)
 
-    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
+    async def hello(self, session: int, namespace: bytes, block_bytes: int, client: str) -> str:
         await self._late()
         self.spaces[session] = namespace
         return ""

@@ -23,7 +23,7 @@ from kvladder.tiers.nixl import messages as m
 
 pytest.importorskip("zmq")
 
-from kvladder.export.exporter import HELD_S
+from kvladder.export.bounds import HELD_S
 from kvladder.tiers.nixl.curve import ALL, Rights
 from kvladder.tiers.nixl.line import Line
 from kvladder.tiers.nixl.pump import NAPS

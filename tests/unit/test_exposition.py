@@ -58,8 +58,15 @@ async def test_every_statistic_is_exposed() -> None:
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         stats = cache.manager.stats()
         stats["copies"] = {"offload_bytes": 1, "offload_s": 1.0, "onboard_bytes": 0, "onboard_s": 0}
-        gauges = dict.fromkeys(("messages_refused", "clients_lost", "process_ends"), 0)
+        gauges: dict[str, Any] = dict.fromkeys(
+            ("messages_refused", "clients_lost", "process_ends"), 0
+        )
         stats["shadow"] = shadow_stats()
+        gauges |= {"client_requests": {"a": 1}, "client_messages": {"a": 1}}
+        counts = {"HTTP port": 1}
+        stats["listeners"] = {"places": {"HTTP port": {"::1": 1}}} | dict.fromkeys(
+            ("displaced", "refused"), counts
+        )
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
         ours = [metric for metric in METRICS if metric.section not in device]

@@ -298,6 +298,31 @@ def test_clients_that_wait_give_way_to_new_ones_the_longest_first(port):
 # ---- the port
 
 
+def test_the_places_of_clients_are_told(tmp_path):
+    with open_cache(settings(tmp_path), layout=LAYOUT) as cache:
+        port = port_of(tmp_path)
+        streams = [socket.create_connection(("127.0.0.1", port)) for _ in range(CLIENTS_MAX)]
+        try:
+            until(
+                lambda: (
+                    cache.stats()["listeners"]["places"]["HTTP port"] == {"127.0.0.1": CLIENTS_MAX}
+                )
+            )
+            told = f"clients at the HTTP port: 16, most: 16, of 127.0.0.1; at most {CLIENTS_MAX};"
+            assert told in cache.describe()
+            status, _, text = sent(port, "/metrics")
+            assert status == 200
+            assert 'displaced_clients_total{listener="HTTP port"} 1' in text
+            assert 'http_clients{listener="HTTP port",client="127.0.0.1"} 16' in text
+            assert 'refused_clients_total{listener="HTTP port"} 0' in text
+        finally:
+            for stream in streams:
+                stream.close()
+        until(lambda: cache.stats()["listeners"]["places"]["HTTP port"] == {})
+        own = ask(tmp_path / "kv.sock", {"command": "stats"})["listeners"]["places"]
+        assert own["control socket"] == {f"user {os.getuid()}": 1}
+
+
 def test_a_taken_port_does_not_stop_the_cache_and_is_used_once_free(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(server, "RETRY_S", 0.01)
     with socket.socket() as other:

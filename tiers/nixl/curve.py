@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$", description="40 
 Space = Annotated[
     str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z", description="a namespace, 64 digits")
 ]
+NAME_DIGITS = 8
 HINT = "expected a file made by kvladder serve --new-keys"
 
 
@@ -25,6 +27,8 @@ class Rights(NamedTuple):
 
     read: frozenset[bytes] | None = None
     write: frozenset[bytes] | None = None
+    name: str = ""
+    """Name of the client for operators: the tenant's, or the beginning of its key's digest."""
 
     def may_read(self, namespace: bytes) -> bool:
         """Return whether the client may read blocks of this namespace."""
@@ -51,7 +55,13 @@ class Tenant(Settings, frozen=True, kw_only=True):
     @property
     def rights(self) -> Rights:
         """Rights of each of the clients."""
-        return Rights(*(frozenset(map(bytes.fromhex, one)) for one in (self.read, self.write)))
+        read, write = (frozenset(map(bytes.fromhex, one)) for one in (self.read, self.write))
+        return Rights(read, write, self.name)
+
+
+def _key_name(key: str) -> str:
+    """Return a short name of a public key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:NAME_DIGITS]
 
 
 class KeyFile(Settings, frozen=True, kw_only=True):
@@ -74,7 +84,7 @@ class KeyFile(Settings, frozen=True, kw_only=True):
     def rights(self) -> dict[str, Rights]:
         """Rights of each client of a server, by public key."""
         named = {key: one.rights for one in self.tenants for key in one.peers}
-        return {**dict.fromkeys(self.peers, ALL), **named}
+        return {**{key: ALL._replace(name=_key_name(key)) for key in self.peers}, **named}
 
     @property
     def public(self) -> bytes:

@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import Any
 
 from kvladder.errors import ConfigError, TierError
-from kvladder.secret_file import Secrets
+from kvladder.secrets.file import Secrets
 from kvladder.tiers.redis.resp import Command, Reply, ReplyError, Wire, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 

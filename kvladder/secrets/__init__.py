@@ -1,0 +1,1 @@
+"""Secrets that operators change while caches run."""
