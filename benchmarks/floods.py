@@ -4,21 +4,20 @@
 
 ``kvladder serve`` runs with its port for engines, its HTTP port and its control socket. An honest
 client asks one of them every ``EVERY_S``. Meanwhile ``--clients`` others, in a process of their
-own, do to a listener what ``FLOODS`` says. First they do the same to an idle server of this
-command, so that the ratio shows what the listener adds, and not what the clients take from the
-processors.
+own, do to a listener what ``FLOODS`` says. In turn with that they do the same to an idle server of
+this command, which closes and answers as the listener does. So the ratio shows what the listener
+adds, and not what the clients take from the processors.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -49,10 +48,12 @@ PACE_S = 1.0
 TIMES_MAX = 2.0
 """Multiple of the median beside an idle server that the median under a flood may reach."""
 BLOCKS = 4
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 REQUEST = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 ABOUT = """\
-Times idle: the median, divided by the one while the clients do the same to an idle server.
+Times idle: the median, divided by the one while the clients do the same to an idle server, in turns.
+Processors: those that the server and its children used under the flood, and beside the idle server.
 """
 
 
@@ -163,24 +164,33 @@ def flooding(how: str, target: str, count: int, key_file: str) -> Generator[None
             process.kill()
 
 
+async def _idle(how: str) -> None:
+    """Serve as the listeners do, without any work, until the process is killed."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while await reader.read(1 << 16):
+                if how == "garbage":  # the first wrong byte ends a connection
+                    break
+                if how == "requests":
+                    writer.write(ANSWER)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
 @contextmanager
-def sink() -> Generator[str]:
-    """Yield the address of a server that reads and answers nothing."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        taken: list[socket.socket] = []
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    taken.append(listener.accept()[0])
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        for one in taken:
-            one.close()
+def idle(how: str) -> Generator[str]:
+    """Yield the address of an idle server, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.floods", "--idle", how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
 # ---- the honest client
@@ -191,15 +201,40 @@ class Waits(NamedTuple):
 
     times_s: Sequence[float]
     failed: int
+    processors: float = 0.0
+    """Processors that the server used meanwhile."""
+
+    def __add__(self, other: Any) -> Waits:
+        """Return both."""
+        times = [*self.times_s, *other.times_s]
+        return Waits(times, self.failed + other.failed, self.processors + other.processors)
 
     @property
     def median_s(self) -> float:
         return statistics.median(self.times_s) if self.times_s else float("inf")
 
 
-def measured(act: Callable[[], bool]) -> Waits:
+def _busy_s(pid: int) -> float:
+    """Return the processor time of a process and of its children."""
+    total = 0.0
+    for one in _family(pid):
+        with suppress(OSError):
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield from _family(int(child))
+
+
+def measured(act: Callable[[], bool], server: int) -> Waits:
     """Ask again and again; return the times of the answers, and how often there was none."""
-    end_s, times, failed = time.monotonic() + FOR_S, list[float](), 0
+    begun_s, busy_s = time.monotonic(), _busy_s(server)
+    end_s, times, failed = begun_s + FOR_S, list[float](), 0
     while time.monotonic() < end_s:
         begun_s = time.perf_counter()
         if act():
@@ -207,7 +242,8 @@ def measured(act: Callable[[], bool]) -> Waits:
         else:
             failed += 1
         time.sleep(EVERY_S)
-    return Waits(times, failed)
+    used_s = _busy_s(server) - busy_s
+    return Waits(times, failed, used_s / (time.monotonic() - begun_s))
 
 
 def _get(address: str) -> bool:
@@ -253,7 +289,7 @@ class Row(NamedTuple):
         return self.times <= TIMES_MAX and not self.under.failed
 
 
-def rows(folder: Path, clients: int, chosen: str) -> Iterator[Row]:
+def rows(folder: Path, clients: int, chosen: str, turns: int) -> Iterator[Row]:
     """Yield the result of each flood."""
     with ExitStack() as undo:
         server = undo.enter_context(Server(folder / "server"))
@@ -280,18 +316,25 @@ def rows(folder: Path, clients: int, chosen: str) -> Iterator[Row]:
             print(f"{flood.honest} while {clients} clients {flood.how} at {flood.listener}",
                   file=sys.stderr, flush=True)  # fmt: skip
             act, how = honest[flood.honest], flood.how
-            with sink() as idle, flooding("silent" if how == "keyed" else how, idle, clients, ""):
-                beside = measured(act)
-            with flooding(how, listeners[flood.listener], clients, key_file):
-                under = measured(act)
-            yield Row(flood, beside, under)
+            beside = under = Waits([], 0)
+            pid, same = server.process.pid, "silent" if how == "keyed" else how
+            for _ in range(turns):
+                with idle(same) as address, flooding(same, address, clients, ""):
+                    beside += measured(act, pid)
+                with flooding(how, listeners[flood.listener], clients, key_file):
+                    under += measured(act, pid)
+            used = under.processors / turns, beside.processors / turns
+            yield Row(
+                flood, beside._replace(processors=used[1]), under._replace(processors=used[0])
+            )
 
 
 def table(found: Sequence[Row]) -> str:
     """Return the results as Markdown."""
     lines = [
-        "| honest | flood of | its clients | answers | unanswered | median | times idle | 99 % |",
-        "| --- | --- | --- |" + " ---: |" * 5,
+        "| honest | flood of | its clients | answers | unanswered | median | times idle | 99 % |"
+        " processors |",
+        "| --- | --- | --- |" + " ---: |" * 6,
     ]
     for flood, beside, under in found:
         times = sorted(under.times_s) or [float("inf")]
@@ -300,6 +343,7 @@ def table(found: Sequence[Row]) -> str:
         cells = (
             flood.honest, flood.listener, MEANING[flood.how], len(under.times_s), under.failed,
             f"{1e3 * under.median_s:.1f} ms", f"{ratio:.1f}", f"{1e3 * high:.0f} ms",
+            f"{under.processors:.2f}, {beside.processors:.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -311,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--only", default="", metavar="WORD", help="floods with this word")
     parser.add_argument("--out", metavar="FILE", help="write the table to benchmarks/results/FILE")
+    parser.add_argument("--turns", type=int, default=1, help="of each flood and the idle server")
+    parser.add_argument("--idle", help=argparse.SUPPRESS)
     parser.add_argument("--flood", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
     parser.add_argument("--key-file", help=argparse.SUPPRESS)
@@ -318,8 +364,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.flood:
         asyncio.run(_clients(given.flood, given.target, given.clients, given.key_file))
         return 0
+    if given.idle:
+        asyncio.run(_idle(given.idle))
     with tempfile.TemporaryDirectory(prefix="floods-") as folder:
-        found = [*rows(Path(folder), given.clients, given.only)]
+        found = [*rows(Path(folder), given.clients, given.only, given.turns)]
     about = machine() | {"command": f"python -m benchmarks.floods {' '.join(sys.argv[1:])}"}
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
     title = f"# Floods of {about['date'][:10]}: {given.clients:,} clients at each listener"
