@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import subprocess
 import sys
@@ -52,8 +51,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 REQUEST = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 ABOUT = """\
-Times idle: the median, divided by the one while the clients do the same to an idle server, in turns.
-Processors: those that the server and its children used under the flood, and beside the idle server.
+Times idle: the median, divided by the one while the clients do the same to an idle server.
 """
 
 
@@ -201,40 +199,19 @@ class Waits(NamedTuple):
 
     times_s: Sequence[float]
     failed: int
-    processors: float = 0.0
-    """Processors that the server used meanwhile."""
 
     def __add__(self, other: Any) -> Waits:
         """Return both."""
-        times = [*self.times_s, *other.times_s]
-        return Waits(times, self.failed + other.failed, self.processors + other.processors)
+        return Waits([*self.times_s, *other.times_s], self.failed + other.failed)
 
     @property
     def median_s(self) -> float:
         return statistics.median(self.times_s) if self.times_s else float("inf")
 
 
-def _busy_s(pid: int) -> float:
-    """Return the processor time of a process and of its children."""
-    total = 0.0
-    for one in _family(pid):
-        with suppress(OSError):
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield from _family(int(child))
-
-
-def measured(act: Callable[[], bool], server: int) -> Waits:
+def measured(act: Callable[[], bool]) -> Waits:
     """Ask again and again; return the times of the answers, and how often there was none."""
-    begun_s, busy_s = time.monotonic(), _busy_s(server)
-    end_s, times, failed = begun_s + FOR_S, list[float](), 0
+    end_s, times, failed = time.monotonic() + FOR_S, list[float](), 0
     while time.monotonic() < end_s:
         begun_s = time.perf_counter()
         if act():
@@ -242,8 +219,7 @@ def measured(act: Callable[[], bool], server: int) -> Waits:
         else:
             failed += 1
         time.sleep(EVERY_S)
-    used_s = _busy_s(server) - busy_s
-    return Waits(times, failed, used_s / (time.monotonic() - begun_s))
+    return Waits(times, failed)
 
 
 def _get(address: str) -> bool:
@@ -317,25 +293,19 @@ def rows(folder: Path, clients: int, chosen: str, turns: int) -> Iterator[Row]:
                   file=sys.stderr, flush=True)  # fmt: skip
             act, how = honest[flood.honest], flood.how
             beside = under = Waits([], 0)
-            pid, same = server.process.pid, "silent" if how == "keyed" else how
+            same = "silent" if how == "keyed" else how
             for _ in range(turns):
                 with idle(same) as address, flooding(same, address, clients, ""):
-                    beside += measured(act, pid)
+                    beside += measured(act)
                 with flooding(how, listeners[flood.listener], clients, key_file):
-                    under += measured(act, pid)
-            used = under.processors / turns, beside.processors / turns
-            yield Row(
-                flood, beside._replace(processors=used[1]), under._replace(processors=used[0])
-            )
+                    under += measured(act)
+            yield Row(flood, beside, under)
 
 
 def table(found: Sequence[Row]) -> str:
     """Return the results as Markdown."""
-    lines = [
-        "| honest | flood of | its clients | answers | unanswered | median | times idle | 99 % |"
-        " processors |",
-        "| --- | --- | --- |" + " ---: |" * 6,
-    ]
+    names = "honest", "flood of", "its clients", "answers", "unanswered", "median", "times idle"
+    lines = [f"| {' | '.join(names)} | 99 % |", "| --- | --- | --- |" + " ---: |" * 5]
     for flood, beside, under in found:
         times = sorted(under.times_s) or [float("inf")]
         high = times[min(len(times) - 1, int(len(times) * 0.99))]
@@ -343,7 +313,6 @@ def table(found: Sequence[Row]) -> str:
         cells = (
             flood.honest, flood.listener, MEANING[flood.how], len(under.times_s), under.failed,
             f"{1e3 * under.median_s:.1f} ms", f"{ratio:.1f}", f"{1e3 * high:.0f} ms",
-            f"{under.processors:.2f}, {beside.processors:.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

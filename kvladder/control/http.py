@@ -93,10 +93,27 @@ def _peer(sock: socket.socket) -> str:
     return f"user {user}"
 
 
+class HttpReader(asyncio.StreamReader):
+    """A stream that tells whether bytes have come that were not read yet."""
+
+    is_unread = False
+
+    def feed_data(self, data: Any) -> None:
+        """Take bytes that have come."""
+        self.is_unread = True
+        super().feed_data(data)
+
+    async def read(self, n: int = -1) -> bytes:
+        """Return bytes as soon as there are some."""
+        data = await super().read(n)
+        self.is_unread = False
+        return data
+
+
 class HttpConnection:
     """Answers the requests of one client, one after the other."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: HttpReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._link: Any = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
@@ -178,6 +195,14 @@ class HttpConnection:
             headers[key] = f"{headers[key]}, {text}" if key in headers else text
         path = head.target.decode("latin-1").partition("?")[0]
         return HttpRequest(head.method.decode("ascii"), path, headers, body, self._is_gone)
+
+    def has_sent(self) -> bool:
+        """Return whether the client has sent bytes that were not read yet."""
+        if self._writer.is_closing() or self._reader.is_unread:
+            return self._reader.is_unread
+        state = select.poll()
+        state.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN)
+        return any(event == select.POLLIN for _, event in state.poll(0))
 
     def _is_gone(self) -> bool:
         """Return whether the client has hung up; closing only its sending side does not count."""

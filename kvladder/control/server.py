@@ -18,6 +18,7 @@ from kvladder.control.http import (
     Answer,
     BodyMax,
     HttpConnection,
+    HttpReader,
     HttpRequest,
     body_max,
 )
@@ -160,8 +161,14 @@ class HttpListener:
         assert self._bound is not None
         sock = self._bound.socket
         unix = sock.family == socket.AF_UNIX
-        start: Any = asyncio.start_unix_server if unix else asyncio.start_server
-        self._server = await start(self._serve, sock=sock, limit=REQUEST_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.StreamReaderProtocol:
+            reader = HttpReader(limit=REQUEST_BYTES_MAX, loop=loop)
+            return asyncio.StreamReaderProtocol(reader, self._serve, loop=loop)
+
+        start: Any = loop.create_unix_server if unix else loop.create_server
+        self._server = await start(protocol, sock=sock)
         logger.info("kvladder listens at %s %s", self._what, self.name)
 
     def close(self) -> None:
@@ -196,6 +203,7 @@ class HttpListener:
         self._clients.add(task)
         try:
             if not self._closed:
+                assert isinstance(reader, HttpReader), "see _listen"
                 await self._converse(HttpConnection(reader, writer), task)
         except (OSError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()  # it is gone, too slow, or cancelled by ``close``
@@ -224,9 +232,12 @@ class HttpListener:
         """Disconnect the client that has waited longest to send a request, if there is one.
 
         So clients that only hold connections cannot keep others out. HTTP lets a server close a
-        connection without a request; a client then connects again.
+        connection without a request; a client then connects again. Clients whose bytes are there
+        and not read yet keep their places, unless all wait that have one.
         """
         waiting = {c: c.waits_since_s for c in self._places if c.waits_since_s is not None}
+        silent = {c: since_s for c, since_s in waiting.items() if not c.has_sent()}
+        waiting = silent or waiting
         if waiting:
             self._places.pop(min(waiting, key=waiting.__getitem__)).cancel()
             self.displaced += 1

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from contextlib import closing
 from http.client import HTTPConnection, IncompleteRead
 
@@ -296,6 +297,37 @@ def test_clients_that_wait_give_way_to_new_ones_the_longest_first(port):
 
 
 # ---- the port
+
+
+def test_a_client_whose_request_has_come_is_not_displaced_by_a_flood(cache, port, monkeypatch):
+    blocked, ending = threading.Event(), threading.Event()
+    whole = answers.CacheAnswers.status
+
+    def status(self):
+        if not ending.is_set():
+            blocked.set()
+            ending.wait(PATIENCE_S)
+        return whole(self)
+
+    monkeypatch.setattr(answers.CacheAnswers, "status", status)
+    request = b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+    def connected():
+        return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+
+    with contextlib.ExitStack() as undo:
+        for _ in range(CLIENTS_MAX):
+            undo.enter_context(connected())
+        busy = undo.enter_context(connected())
+        busy.sendall(request)
+        assert blocked.wait(PATIENCE_S)
+        honest = undo.enter_context(connected())
+        honest.sendall(request)
+        for _ in range(3 * CLIENTS_MAX):
+            undo.enter_context(connected())
+        ending.set()
+        for one in (busy, honest):
+            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_the_places_of_clients_are_told(tmp_path):
