@@ -127,7 +127,7 @@ class HttpListener:
 
     @property
     def what(self) -> str:
-        """What the socket is to users."""
+        """Name of the kind of socket for users."""
         return self._what
 
     def held(self) -> dict[str, int]:
