@@ -4,7 +4,8 @@
 
 Each answer is compared with that of a vLLM without kvladder, at temperature 0. The seed determines
 the prompts and the order of the faults. It exits with 1 if an answer differs, a request fails, a
-level does not serve again in time, or a slot stays held.
+level does not serve again in time, or a slot stays held. With ``--kills`` only engines are killed,
+over a level of files each: two minutes, and the starts of three vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from random import Random
 
 from benchmarks.machine import RESULTS, machine
 from benchmarks.soak.page import GIVEN_UP_S, Held, Outcome, Restart, Struck, html, markdown
-from benchmarks.soak.stage import LEVELS, Fault, Stage
+from benchmarks.soak.stage import Fault, Stage
 from benchmarks.soak.users import LAG_MAX, SoakServer, Teller, Users, Watcher, server
 from kvladder.report.page import write
 from tests.patience import until
@@ -41,12 +42,12 @@ def say(text: str) -> None:
 class Soak:
     """The engines, what is below them, their users, and the results so far."""
 
-    def __init__(self, folder: Path, undo: ExitStack, seed: int) -> None:
+    def __init__(self, folder: Path, undo: ExitStack, seed: int, *, kills: bool = False) -> None:
         self.seed, self.random = seed, Random(seed)
         self._folder, self._undo = folder, undo
         self._model = model = make(folder)
         say("starting far ends")
-        self.stage = Stage(folder, undo)
+        self.stage = Stage(folder, undo, alone=kills)
         say("starting three vLLM")
         self._stacks = {name: self.stage.stack(name) for name in ENGINES}
         stacks = {"alone": None, **self._stacks}
@@ -63,7 +64,7 @@ class Soak:
         self.struck: list[Struck] = []
         self.held: list[Held] = []
         self.restarts: list[Restart] = []
-        self._served_before = dict.fromkeys(LEVELS, 0)
+        self._served_before = dict.fromkeys(self.stage.levels, 0)
         """Blocks that levels had served to engines that were killed since."""
 
     def run(self, minutes: float) -> Outcome:
@@ -188,8 +189,9 @@ class Soak:
         for name, engine in self.engines.items():
             self.held.append(_held(name, now_s, self._unowned(name), engine.alive()))
         self.held.append(_held("alone", now_s, 0, self.alone.alive()))
-        serve = self.stage.serve.server.process.pid
-        self.held.append(_held("kvladder serve", now_s, 0, _family(serve)))
+        if self.stage.lanes:
+            serve = self.stage.serve.server.process.pid
+            self.held.append(_held("kvladder serve", now_s, 0, _family(serve)))
         self.users.resume()
 
     def _unowned(self, engine: str) -> int:
@@ -224,13 +226,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no fault after so long")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and of faults")
+    parser.add_argument(
+        "--kills", action="store_true", help="only kill engines, over files and nothing else"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the page to benchmarks/results/FILE")
     parser.add_argument("--report", metavar="FILE", help="draw waits, recoveries and memory")
     arguments = parser.parse_args(argv)
     about = machine()
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-        outcome = Soak(folder, undo, arguments.seed).run(arguments.minutes)
+        soak = Soak(folder, undo, arguments.seed, kills=arguments.kills)
+        outcome = soak.run(arguments.minutes)
     about["command"] = f"python -m benchmarks.soak {' '.join(argv or sys.argv[1:])}"
     load = ", ".join(f"{one:.0f}" for one in os.getloadavg())
     about["load"] = f"{load} in the last 1, 5, 15 minutes, this soak included"

@@ -27,6 +27,11 @@ kvladder and without a prefix cache computes each prompt in the same run. A wait
 whole request. `fetch.when` is `always` and `fetch.deadline` is 1 s: engines wait for levels,
 although computing is as fast.
 """
+ABOUT_FILES = """\
+Two vLLM with a tiny random model have host memory and files below. A third vLLM without kvladder
+and without a prefix cache computes each prompt in the same run. A wait is the time of a whole
+request.
+"""
 ABOUT_FAULTS = """\
 Longest wait: of any request from the begin of the fault until the level served again. Again: the
 time from the end of the fault until both engines have stored blocks in the level and got blocks
@@ -234,7 +239,7 @@ def markdown(outcome: Outcome, about: dict[str, str]) -> str:
     troubles = outcome.troubles()
     served = ", ".join(f"{name} {count:,}" for name, count in outcome.served.items())
     parts = [
-        f"# Soak of {about['date'][:10]}: two vLLM over every tier, with faults\n",
+        f"# Soak of {about['date'][:10]}: two vLLM over their tiers, with faults\n",
         facts,
         "",
         (
@@ -243,7 +248,7 @@ def markdown(outcome: Outcome, about: dict[str, str]) -> str:
             f" failed. Blocks that levels served to the two engines: {served}.\n"
         ),
         *([f"**{one}**\n" for one in troubles]),
-        ABOUT_STAGE,
+        ABOUT_FILES if [*outcome.served] == ["files"] else ABOUT_STAGE,
         *waits_table(outcome),
         "",
         ABOUT_FAULTS,

@@ -150,8 +150,14 @@ LEVELS: Mapping[str, tuple[str, str]] = {
 class Stage:
     """All far ends, and stacks of engines that use them; a context manager by ``undo``."""
 
-    def __init__(self, folder: Path, undo: ExitStack) -> None:
+    def __init__(self, folder: Path, undo: ExitStack, *, alone: bool = False) -> None:
+        """Start the far ends; with ``alone`` there are none, and only the level of files."""
         self.folder = folder
+        self.lanes: Sequence[CacheLane] = ()
+        """The shared levels, the hottest first."""
+        self.levels = ["files"] if alone else [*LEVELS]
+        if alone:
+            return
         self.networks = undo.enter_context(Networks())
         self.redis = ProxiedSentinel(folder / "redis", self.networks)
         undo.callback(self.redis.close)
@@ -161,11 +167,7 @@ class Stage:
         undo.callback(self.store.close)
         self.bucket = BucketLane(folder / "object")
         undo.callback(self.bucket.close)
-
-    @property
-    def lanes(self) -> Sequence[CacheLane]:
-        """The shared levels, the hottest first."""
-        return self.redis, self.serve, self.store, self.bucket
+        self.lanes = self.redis, self.serve, self.store, self.bucket
 
     def socket(self, engine: str) -> Path:
         """Return the control socket of an engine."""
@@ -186,6 +188,7 @@ class Stage:
                 "when": "commit", "breaker": BREAKER, **settings[level],
             }
             for level, (capacity, timeout) in LEVELS.items()
+            if level in self.levels
         ]  # fmt: skip
         return {
             "arena": {"size": "20 MiB"},
@@ -199,6 +202,8 @@ class Stage:
     def faults(self, engines: Sequence[str], random: Random) -> list[Fault]:
         """Return one fault of each kind, in random order."""
         found: list[Fault] = []
+        if not self.lanes:
+            return found
         for lane in self.lanes:
             for case in lane.cases():
                 strike = partial(lane.strike, case)

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks.soak.stage import BLOCK_TOKENS, LEVELS, Stage
+from benchmarks.soak.stage import BLOCK_TOKENS, Stage
 from kvladder.errors import ConfigError
 from tests.vllm.harness import connector
 from tests.vllm.server import Server
@@ -236,16 +236,17 @@ class Watcher:
     def sample(self, engine: str) -> Sample:
         """Return the counters now."""
         begun_s, stats = time.monotonic(), self._stage.stats(engine)
-        levels = {name: (stats[name]["stored"], stats[name]["hits"]) for name in LEVELS}
-        errors = {name: stats[name]["errors"] for name in LEVELS}
-        damaged = {name: stats[name]["corrupt"] + stats[name]["foreign"] for name in LEVELS}
+        names = self._stage.levels
+        levels = {name: (stats[name]["stored"], stats[name]["hits"]) for name in names}
+        errors = {name: stats[name]["errors"] for name in names}
+        damaged = {name: stats[name]["corrupt"] + stats[name]["foreign"] for name in names}
         return Sample(begun_s, levels, errors, damaged)
 
-    @staticmethod
-    def none() -> Sample:
+    def none(self) -> Sample:
         """Return the counters of an engine that has just started."""
-        none = dict.fromkeys(LEVELS, 0)
-        return Sample(time.monotonic(), dict.fromkeys(LEVELS, (0, 0)), none, none)
+        levels = self._stage.levels
+        none = dict.fromkeys(levels, 0)
+        return Sample(time.monotonic(), dict.fromkeys(levels, (0, 0)), none, none)
 
     def anew(self, engine: str) -> None:
         """Forget the samples of an engine that was killed: its counters begin at 0 again."""
