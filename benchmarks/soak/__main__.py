@@ -133,15 +133,15 @@ class Soak:
             self._undo.callback(again.kill)
             self.engines[engine] = again
             again.ready()
-            over_s = time.monotonic()
+            took_s = time.monotonic() - begun_s
             recovered = int(self.stage.stats(engine)["files"]["recovered"])
             self.watcher.anew(engine)
             others = sum(one.engine != engine for one in self.users.asked[asked:])
             self.restarts.append(
-                Restart(engine, over_s - begun_s, before, recovered, self.users.cut - cut, others)
+                Restart(engine, took_s, before, recovered, self.users.cut - cut, others)
             )
             self.users.come_back(engine)
-            return over_s
+            return time.monotonic()
 
         return Fault("all", "engine", "SIGKILL, then started again", strike, int, ends=engine)
 
