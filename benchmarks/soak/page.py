@@ -272,9 +272,7 @@ def html(outcome: Outcome, about: dict[str, str]) -> str:
         mine = [one for one in outcome.asked if one.engine == engine]
         xs, ys = [a.begun_s - outcome.begun_s for a in mine], [1e3 * a.took_s for a in mine]
         waits.add_trace(
-            go.Scattergl(
-                name=engine, x=xs, y=ys, mode="markers", marker={"size": 3, "color": colour}
-            )
+            go.Scatter(name=engine, x=xs, y=ys, mode="markers", marker={"size": 3, "color": colour})
         )
     for one in outcome.struck:
         begin, end = one.begun_s - outcome.begun_s, one.over_s - outcome.begun_s
@@ -283,6 +281,7 @@ def html(outcome: Outcome, about: dict[str, str]) -> str:
     names = [f"{one.level}: {one.victim} {one.what}" for one in outcome.struck]
     times = [1e3 * one.recovery_s for one in outcome.struck]
     again.add_trace(go.Scatter(x=times, y=names, mode="markers", marker={"color": COLOURS[0]}))
+    again.update_xaxes(rangemode="tozero")
     again.update_layout(height=120 + 22 * len(set(names)))
     memory, descriptors = figure("seconds", "MiB"), figure("seconds", "descriptors")
     for who, colour in zip(dict.fromkeys(one.who for one in outcome.held), COLOURS, strict=False):
