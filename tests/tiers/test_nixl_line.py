@@ -429,6 +429,7 @@ REQUESTS = st.one_of(
     st.builds(m.Abort, OPS, OPS),
     st.builds(m.Remove, OPS, KEYS),
     st.builds(m.Purge, OPS, st.none() | st.binary(max_size=9)),
+    st.builds(m.Survey, OPS, st.none() | st.binary(max_size=9), OPS),
     st.builds(
         m.Hello,
         OPS,
