@@ -213,7 +213,7 @@ def test_a_tenant_is_purged_from_a_server_by_any_engine(tmp_path: Path) -> None:
 
 def test_a_prefix_is_purged_from_servers_where_only_they_know_its_blocks(tmp_path: Path) -> None:
     """Restarted, an engine does not know what it put there; a server that is away owes it."""
-    settings = {
+    settings: dict[str, Any] = {
         "control": str(tmp_path / "kv.sock"),
         "forget": {"path": str(tmp_path / "purges"), "key": "a key of these tests"},
     }
