@@ -83,9 +83,9 @@ def test_outcomes_are_in_the_stream_of_events(cache, port):
 
         def told() -> dict[str, Any]:
             (line, _) = events.readline(), events.readline()
-            return dict(json.loads(line.removeprefix(b"data: "))["stats"]["hints"])
+            return dict(json.loads(line.removeprefix(b"data: "))["stats"].get("hints", {}))
 
-        assert told() == {"in_flight": 0}
+        assert told() == {}, "none came yet"
         one(port, "pin", "1", ttl_s=60, keys=hexed(keys), salt="red")
         one(port, "pin", "2", ttl_s=60, keys=hexed(keys), salt="blue")
         one(port, "fly", "3")
