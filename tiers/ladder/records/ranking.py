@@ -41,7 +41,7 @@ class RankedIndex(IndexChanges[P]):
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
 
     def rank(self, rankings: Iterable[Ranking]) -> list[tuple[int, list[BlockKey], int]]:
-        """Rank blocks of which none expires or leaves the level by it, as uses of them.
+        """Rank blocks as uses of them. None of them expires, or leaves the level by it.
 
         Returns for each ranking the number of blocks held as blocks of its salt, its other keys,
         and how many of the blocks a limit to raised ones has lowered again.

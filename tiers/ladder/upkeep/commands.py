@@ -250,7 +250,7 @@ class StackCommands:
 
 
 def _ranked(rankings: Sequence[Ranking], indexes: Sequence[LevelIndex[Any]]) -> list[Moved]:
-    """Rank blocks of which none expires, or leaves a level by it."""
+    """Rank blocks. None of them expires, or leaves a level by it."""
     if len(indexes) == 1:
         results = indexes[0].rank(rankings)
         return [Moved(done, missing, 0, (), (), lowered) for done, missing, lowered in results]
