@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from kvladder.arena import memory_available
 from kvladder.config.http import HttpConfig
 from kvladder.config.registry import tier_type
+from kvladder.config.secret_file import exposed
 from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.ports import BoundPort
@@ -79,7 +80,8 @@ def warn_at_start(config: StackConfig) -> None:
     end_s = monotonic() + START_S
     for look in looks:
         look.join(max(0.0, end_s - monotonic()))
-    for text in [*config.warnings, *_short_of_memory(config), *chain.from_iterable(told)]:
+    own = *config.warnings, *_exposed(config), *_short_of_memory(config)
+    for text in [*own, *chain.from_iterable(told)]:
         logger.warning("%s", text)
 
 
@@ -124,9 +126,14 @@ def _preflight(config: StackConfig) -> Findings:
                 _try(found, config, f"{where}.codecs", opening)
         if facts:
             found.facts[level.name] = facts
-    found.warnings.extend(_short_of_memory(config))
+    found.warnings.extend([*_exposed(config), *_short_of_memory(config)])
     found.facts["libraries"] = dict(_libraries(extras, found.errors))
     return found
+
+
+def _exposed(config: StackConfig) -> Iterator[str]:
+    yield from exposed(config.http.token_file, "http.token_file")
+    yield from exposed(config.forget.key_file, "forget.key_file")
 
 
 def _short_of_memory(config: StackConfig) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvladder.errors import ConfigError
@@ -33,3 +35,13 @@ def read_secret(file: str, setting: str, require: Callable[[str, str], None]) ->
         raise ConfigError(why, path=setting, hint=hint) from error
     require(secret, setting)
     return secret
+
+
+def exposed(file: str, setting: str) -> Iterator[str]:
+    """Yield a warning if every user of the machine may read a secret's file.
+
+    A group may: Kubernetes gives mounted secrets a group of the pod's own.
+    """
+    with suppress(OSError):  # its reader reports that
+        if file and Path(file).stat().st_mode & stat.S_IROTH:
+            yield f"{setting}: {file} can be read by every user: chmod o-r {file}"
