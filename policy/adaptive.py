@@ -16,7 +16,7 @@ from kvladder.policy.panel import Panel
 SIZE_DEFAULT: Final = 1024
 """Assumed number of blocks until ``attached`` tells it."""
 _HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"kva2"
+_MAGIC: Final = b"kva3"
 
 
 class Adaptive(KeyedPolicy):
