@@ -56,7 +56,7 @@ typedef struct {
     int64_t size, now;
     /* of the prompt that is asked for now */
     int64_t prompt_age;
-    int prompt_interval, in_session, told;
+    int prompt_interval, in_session;
     /* Hazards */
     double edges[BINS], hits[CLASSES][BINS], reached[CLASSES][BINS], worth[CLASSES][BINS];
     int learned;
@@ -845,10 +845,6 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
     failed = failed || compare(self, keys, places, asked) < 0;
     if (!failed) correct_counts(self, asked, count);
     self->in_session = in_session;
-    if (in_session && !self->told) {
-        self->told = 1;
-        self->rule = PROMPT;
-    }
     for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
         if (asked[at].handle < 0) {
             failed = await_key(self, asked[at].tag, asked[at].count) < 0;
@@ -1062,8 +1058,6 @@ static PyObject *restore(Panel *self, PyObject *given) {
     memcpy(self->spread, values + 2 * TABLE + PAIRS, sizeof self->spread);
     double rule = values[STATE - 1];
     self->rule = rule >= 0 && rule < RULES ? (int)rule : HAZARD;
-    self->told = 0;
-    for (int one = SESSION; one < PROMPTS; one++) self->told |= self->reached[one][0] > 0;
     learn(self);
     Py_RETURN_NONE;
 }

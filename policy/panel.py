@@ -246,7 +246,7 @@ class PythonPanel:
         self._ghosts = Ghosts(size)
         self._now = 0
         self._prompt_age = self._prompt_interval = 0  # of the prompt that is asked for now
-        self._in_session = self._told = False
+        self._in_session = False
         self._held: dict[int, HeldBlock] = {}
         self._lists: dict[int, list[OrderedDict[int, None]]] = {}
         self._len = 0
@@ -264,8 +264,7 @@ class PythonPanel:
     ) -> None:
         """Count a use of each key, the last first; ``places`` has their handles, None if absent.
 
-        ``in_session`` says whether a named session asks. With the first one, blocks are ordered by
-        prompt, until the shadows show that another rule serves better.
+        ``in_session`` says whether a named session asks. The rules by prompt alone use it.
 
         The keys are those of a prompt, so a block was not used more often than the one before it.
         That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake, and, where
@@ -283,9 +282,6 @@ class PythonPanel:
             self._prompt_age = self._age(tags[deepest], places[deepest])
             self._prompt_interval = interval_of(self._prompt_age, self.size)
         self._in_session = in_session
-        if in_session and not self._told:
-            self._told = True
-            self._learner.rule = PROMPT
         for tag, handle, count in zip(tags[::-1], places[::-1], counts[::-1], strict=True):
             if handle is None:
                 self._await(tag, count)
@@ -508,8 +504,6 @@ class PythonPanel:
     def restore(self, state: bytes) -> None:
         """Continue from what ``state`` returned."""
         self._learner.restore(state)
-        reached = self._learner.hazards.reached[SESSION:PROMPTS]
-        self._told = any(one[0] > 0 for one in reached)
 
 
 def tag_of(key: bytes) -> int:

@@ -7,10 +7,11 @@ told, in the calls of kvladder:
 - ``ends``: a session ends with its last request. Then the blocks that only it has used get priority
   0, as by ``CacheManager.end_session``.
 - ``calls``: with a request, the agent calls a tool and will be back soon. The request's blocks are
-  retained: they are saved with a higher priority, and keep it for a minute. Traces do not tell tools from people: a call
-  is assumed where the next request of the session comes within that minute.
-- ``returns``: ten seconds before the session's next request comes after a longer time, for instance
-  as a person begins to type. What is left of its last request is retained again. In a level below
+  retained: they are saved with a higher priority, and keep it for a minute. Traces do not tell
+  tools from people: a call is assumed where the next request of the session comes within that
+  minute.
+- ``returns``: ten seconds before the session's next request comes after a longer time, as when
+  a person begins to type. What is left of its last request is retained again. In a level below
   another one, a prefetch would also bring what is absent; here that stays absent.
 """
 

@@ -58,14 +58,17 @@ def test_the_level_serves_what_a_peers_lru_does() -> None:
 @pytest.mark.parametrize("make", [PrioritizedLRU, Adaptive])
 @pytest.mark.parametrize("seed", [401, 402])
 def test_sessions_hints_do_not_serve_less_than_none(make: type[EvictionPolicy], seed: int) -> None:
-    """Also where more blocks are retained than the level has: there it was worse than no hint."""
+    """Also where more blocks are retained than the level has: a retention stays law there.
+
+    Without the shadows' judgement, named sessions alone cost 13 % of the hits.
+    """
     times_s, sessions, prompts = zip(*agent_requests(Random(seed), 0.3), strict=True)
     trace = Trace("agents", renumbered([*prompts]), True, times_s, sessions)
     keys, size = keys_of(trace), trace.unique // 20
     none = served(make(), trace, size, keys, whole=False)
     for told in ((ENDS,), EVERY):
         hinted = served_with_hints(make(), trace, size, keys, told)
-        assert hinted.hits > 0.98 * none.hits  # until the shadows show what serves best
+        assert hinted.hits > (1 if told == (ENDS,) else 0.98) * none.hits
         assert hinted.cut < none.cut
 
 
