@@ -274,14 +274,7 @@ def _summed(summary: Summary) -> Iterator[Row]:
         goal=judged("<= 0.5", is_met=mean(summary.evicted) <= 0.5),
         note=f"Belady's bound: {mean(summary.least_evicted):.3f}",
     )
-    agents = [f"{name} {cut:.3f}" for name, cut in summary.cut.items() if name in summary.at_agents]
-    yield Row(
-        name="policies, prefills that an eviction caused, to LRU, mean",
-        unit="ratio",
-        ours=mean(summary.cut.values()),
-        goal=judged("<= 0.5", is_met=mean(summary.cut.values()) <= 0.5),
-        note=f"Belady's bound: {mean(summary.least_cut.values()):.3f}; {', '.join(agents)}",
-    )
+    yield _cut(summary)
     if summary.whole:
         worst = min(summary.whole, key=summary.whole.__getitem__)
         yield Row(
@@ -290,3 +283,15 @@ def _summed(summary: Summary) -> Iterator[Row]:
             ours=mean(summary.whole.values()),
             note=f"least {summary.whole[worst]:.3f} at {worst}",
         )
+
+
+def _cut(summary: Summary) -> Row:
+    """Return how many prefills an eviction caused, to LRU's."""
+    agents = [f"{name} {cut:.3f}" for name, cut in summary.cut.items() if name in summary.at_agents]
+    return Row(
+        name="policies, prefills that an eviction caused, to LRU, mean",
+        unit="ratio",
+        ours=mean(summary.cut.values()),
+        goal=judged("<= 0.5", is_met=mean(summary.cut.values()) <= 0.5),
+        note=f"Belady's bound: {mean(summary.least_cut.values()):.3f}; {', '.join(agents)}",
+    )
