@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.sim import night
 from tests.sim.fleet.engine import Engine
 from tests.sim.fleet.faults import FAULTS
+from tests.sim.fleet.loop import FleetLoop, Process
 from tests.sim.fleet.plan import Failed, Step, command, drawn, run, shrunk
 from tests.sim.test_determinism import printed
 
@@ -25,6 +28,28 @@ for seed in map(int, sys.argv[1:]):
     print(*fleet.trace, sorted(fleet.net.counts.items()), sep="\\n")
     print(fleet.loop.time(), [sorted(engine.sources.items()) for engine in fleet.engines])
 """
+
+
+def test_a_process_that_dies_begins_nothing_more() -> None:
+    for seed in range(40):
+        loop = FleetLoop(seed)
+        process, ran = Process("engine0", loop), list[int]()
+
+        async def work(number: int, ran: list[int] = ran) -> None:
+            ran.append(number)
+            await asyncio.sleep(5.0)
+
+        def begin(number: int, work: Any = work, loop: FleetLoop = loop) -> None:
+            loop.create_task(work(number))
+
+        process.run(begin, 0)
+        for number in range(1, 4):
+            process.post(begin, number)
+        process.die()
+        loop.run_until_complete(asyncio.sleep(1.0))
+        assert process.is_over
+        assert not asyncio.all_tasks(loop), f"seed {seed}"
+        loop.close()
 
 
 @pytest.mark.slow
@@ -64,6 +89,41 @@ def test_a_failing_plan_is_shrunk_to_the_steps_that_matter() -> None:
     assert command(5, 50, [7, 20, 33]) == (
         "python -m tests.sim.night --seed 5 --steps 50 --worlds 1 --only 7,20,33"
     )
+
+
+def test_a_night_ends_soon_though_failures_are_slow_to_shrink(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def run(seed: int, steps: Sequence[Step]) -> None:
+        ran.append(seed)
+        raise Failed(ValueError("broken"), 50, ()) from ValueError("broken")
+
+    monkeypatch.setattr(night, "run", run)
+    monkeypatch.setattr(night, "fails", lambda *_: ran.append(0))
+    monkeypatch.setattr(night, "SHRINK_S", -1.0)
+    assert night.main(["--worlds", "2", "--seed", "7"]) == 1
+    assert ran == [7, 8], "a world was tried to shrink one after the time for it"
+    said = capsys.readouterr().out
+    for seed in ran:
+        again = command(seed, 120, range(120))
+        assert f"\nrepeat it: {again}" in said
+    assert "Worlds that failed: 2." in said
+
+
+def test_a_world_that_differs_from_itself_has_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Differs:
+        def __init__(self) -> None:
+            self.trace = [object()]
+
+    monkeypatch.setattr(night, "run", lambda *_: Differs())
+    assert night.main(["--worlds", "1", "--seed", "100"]) == 1
+    said = capsys.readouterr().out
+    assert "the same seed did something else" in said
+    assert "Worlds that failed: 1." in said
 
 
 @pytest.mark.slow
