@@ -60,6 +60,21 @@ def test_fleets_hold_under_every_kind_of_fault(capsys: pytest.CaptureFixture[str
     assert table.count("\n| ") >= len(FAULTS)
 
 
+POWER = [41, 67, 72, 73, 75, 77, 78, 79, 83]
+TWICE = [
+    *(0, 1, 2, 8, 12, 14, 18, 19, 23, 27, 29, 30, 31, 39, 40, 43, 45, 54, 57, 60, 61, 62, 66, 67),
+    *(68, 70, 74, 76, 77, 82, 83, 88, 93, 98, 103),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "only"), [(1000650, POWER), (1000696, TWICE)])
+def test_worlds_that_failed_hold(seed: int, only: list[int]) -> None:
+    """Power that fails while all faults end; a write whose second copy comes after its end."""
+    plan = drawn(seed)
+    run(seed, [plan[index] for index in only])
+
+
 @pytest.mark.slow
 def test_a_seed_alone_determines_a_fleet() -> None:
     first = printed(PRINT_TRACES, (1, 2), "1")
