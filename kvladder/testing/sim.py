@@ -67,9 +67,9 @@ class SimTask(asyncio.Task[T]):
     tasks of a set cancelled in another order in each run.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, T], *, loop: SimLoop, **options: Any) -> None:
-        self._drawn = loop._hashes.getrandbits(32)
-        super().__init__(work, loop=loop, **options)
+    def __init__(self, work: Coroutine[Any, Any, T], drawn: int, **options: Any) -> None:
+        self._drawn = drawn
+        super().__init__(work, **options)
 
     def __hash__(self) -> int:
         return self._drawn
@@ -95,7 +95,7 @@ class SimLoop(VirtualLoop):
         self.set_task_factory(self._make_task)
 
     def _make_task(self, _: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
-        return SimTask(work, loop=self, **options)
+        return SimTask(work, self._hashes.getrandbits(32), loop=self, **options)
 
     def run_forever(self) -> None:
         self._turns = self._turns_total = 0
