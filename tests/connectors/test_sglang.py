@@ -433,6 +433,19 @@ def test_state_kept_beside_keys_and_values_comes_back(opened):
 
 
 @pytest.mark.slow
+def test_a_window_with_a_hole_is_not_whole(opened):
+    more = {"swa": Sparse(width=96)}
+    one, _ = opened(more=more)
+    keys = chain("a", 6)
+    one.storage_backend.batch_set_v2(pages_of(more, {"swa": [*keys[:3], *keys[4:]]}))
+    one.backup(keys)
+    settle(one)
+    found = one.storage_backend.batch_exists_v2(keys, asked(more))
+    assert found.restorable_prefix_pages == [1, 2, 3]
+    one.detach()
+
+
+@pytest.mark.slow
 def test_models_with_different_pools_share_no_pages(opened):
     more = {"swa": Sparse(width=96)}
     one, _ = opened(more=more)

@@ -16,8 +16,8 @@ from tests.kit.source import ROOT
 FAULTS = [*mutants.of_rooms(), *mutants.of_seeds()]
 ROOMS = {
     "changing", "children", "codecs", "config", "connectors", "control", "export", "files",
-    "forgetting", "gpu", "hints", "ladder", "mooncake", "nixl", "object", "policy", "publishing",
-    "redis", "routing", mutants.SEEDS,
+    "forgetting", "gpu", "hints", "isolated", "ladder", "mooncake", "nixl", "object", "policy",
+    "publishing", "redis", "routing", "shadow", "threads", "traces", mutants.SEEDS,
 }  # fmt: skip
 KEYS = "tests/unit/test_keys.py::test_a_block_without_tokens_is_refused"
 LEAST = Fault("keys", "", "kvladder/keys.py", "if block_tokens < 1:", "if block_tokens < 0:", KEYS)
