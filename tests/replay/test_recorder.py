@@ -359,10 +359,11 @@ def test_blocks_that_were_written_make_room_for_others(
 ) -> None:
     monkeypatch.setattr(recording, "BLOCKS_MAX", 5)
     one = closing(Recording(path))
+    counts = one.recorder.counts
     for number in range(1, 6):
         one.recorder.asked(keys(number, 100))
-        until(lambda number=number: one.recorder.counts.requests == number)
-    assert one.recorder.counts.dropped == 0
+        until(lambda: counts.requests + counts.dropped >= number)  # noqa: B023 - it ends here
+    assert counts.dropped == 0
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_end(
