@@ -328,6 +328,19 @@ async def test_the_loop_ends_fetches_and_late_orders_by_itself(told: Told) -> No
     assert told.where(PROMPT[4:]) == ["level1"] * 2
 
 
+@pytest.mark.parametrize("salt", ["", "another tenant"])
+async def test_no_verb_tells_of_a_session_of_another_salt(told: Told, salt: str) -> None:
+    told.cache.save(PROMPT, salt=SALT, session="chat")
+    told.cache.manager.sessions.use("chat", [PROMPT], SALT)
+    own, other = OwnRequest(PROMPT, SALT), OwnRequest(OTHER, salt)
+    assert told.tell(own, do="prefetch", session="chat").blocks == len(PROMPT)
+    for action in ({"do": "prefetch"}, {"do": "pin", "ttl_s": 5}, {"do": "demote"}):
+        unknown = told.tell(other, session="no such chat", **action)
+        assert told.tell(other, session="chat", **action) == unknown
+        assert unknown.outcome == "missing"
+    assert told.tell(do="prefetch", session="chat", salt=salt).outcome == "missing"
+
+
 async def test_a_session_names_the_blocks_of_its_last_request(told: Told) -> None:
     told.cache.save(PROMPT, session="chat")
     told.cache.manager.sessions.use("chat", [PROMPT])
