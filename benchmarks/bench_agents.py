@@ -9,8 +9,9 @@ few agents. They get the same requests, one after the other, each server in turn
 and the order of eviction ``prioritized-lru``, and one with ``adaptive`` and the hints of
 ``examples/agent.py``. Their own prefix caches are emptied after each request, so that all hits are
 kvladder's. One stack has host alone. The other has files below it that hold everything: there a
-prefetch saves the time in which blocks come up. All times are of one machine and one run: compare
-them side by side.
+prefetch saves the time in which blocks come up. All agents send one cache salt, and ``limits`` let
+its pins fill host, as those of the bare levels do: by default they may take a quarter of it. All
+times are of one machine and one run: compare them side by side.
 
 ``KVLADDER_AGENTS`` is the number of agents at vLLM, 0 for none. ``KVLADDER_AGENTS_FILES=0`` leaves
 the second stack out.
@@ -196,6 +197,7 @@ def stack(folder: Path, name: str, *, files: bool) -> tuple[dict[str, Any], int]
         "tiers": tiers,
         "http": http,
         "fetch": {"deadline": "1 m"},
+        "limits": {"raised": "100 %", "raised_tenant": "100 %"},
     }, port
 
 

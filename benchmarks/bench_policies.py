@@ -52,6 +52,12 @@ class Summary:
     evicted: list[float] = field(default_factory=list[float])
     least_evicted: list[float] = field(default_factory=list[float])
     """The same of Belady's bound."""
+    cut: dict[str, float] = field(default_factory=dict[str, float])
+    """Requests that an eviction cut short, to LRU's, where LRU has any."""
+    least_cut: dict[str, float] = field(default_factory=dict[str, float])
+    """The same of Belady's bound."""
+    at_agents: list[str] = field(default_factory=list[str])
+    """Cells of agents at the size at which goals are set for them."""
     whole: dict[str, float] = field(default_factory=dict[str, float])
     admitted: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """Hits and writes with ``admit: adaptive``, to those with every block."""
@@ -146,6 +152,7 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
         summary.ratios[cell] = ratio
         summary.to_lru[cell] = ours.hits / max(1, lru.hits)
         if trace.is_agent and percent == AGENTS_SIZE:
+            summary.at_agents.append(cell)
             summary.saved.append(ours.work / lru.work)
             saved = 0.0
             for told in ((ENDS,), EVERY) if trace.times_s else ((ENDS,),):
@@ -160,12 +167,16 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
                     ratio=way,
                     goal=judged("ratio >= 0.5", is_met=way >= 0.5) if told == EVERY else "",
                     note="peer: LRU without hints; ratio: part of the way from it to the limit; "
-                    f"prefill work saved {hinted.work / lru.work:.3f} of LRU's",
+                    f"prefill work saved {hinted.work / lru.work:.3f} of LRU's; prefills after "
+                    f"evictions {hinted.cut / max(1, lru.cut):.3f} of LRU's",
                 )
                 saved = hinted.work / lru.work
             summary.saved_with_hints.append(saved)
         summary.evicted.append(_lost(ours, most) / max(1.0, _lost(lru, most)))
         summary.least_evicted.append(_lost(bound, most) / max(1.0, _lost(lru, most)))
+        if lru.cut:
+            summary.cut[cell] = ours.cut / lru.cut
+            summary.least_cut[cell] = bound.cut / lru.cut
         note = f"best peer: {best}; LRU {lru.hits / blocks:.4f}"
         if percent in {min(SIZES), AGENTS_SIZE, max(SIZES)}:
             whole = served(Adaptive(), trace, size, keys, whole=True)
@@ -263,6 +274,7 @@ def _summed(summary: Summary) -> Iterator[Row]:
         goal=judged("<= 0.5", is_met=mean(summary.evicted) <= 0.5),
         note=f"Belady's bound: {mean(summary.least_evicted):.3f}",
     )
+    yield _cut(summary)
     if summary.whole:
         worst = min(summary.whole, key=summary.whole.__getitem__)
         yield Row(
@@ -271,3 +283,15 @@ def _summed(summary: Summary) -> Iterator[Row]:
             ours=mean(summary.whole.values()),
             note=f"least {summary.whole[worst]:.3f} at {worst}",
         )
+
+
+def _cut(summary: Summary) -> Row:
+    """Return how many prefills an eviction caused, to LRU's."""
+    agents = [f"{name} {cut:.3f}" for name, cut in summary.cut.items() if name in summary.at_agents]
+    return Row(
+        name="policies, prefills that an eviction caused, to LRU, mean",
+        unit="ratio",
+        ours=mean(summary.cut.values()),
+        goal=judged("<= 0.5", is_met=mean(summary.cut.values()) <= 0.5),
+        note=f"Belady's bound: {mean(summary.least_cut.values()):.3f}; {', '.join(agents)}",
+    )

@@ -28,6 +28,7 @@ from kvladder.control.sockets import require_name
 from kvladder.errors import ConfigError, TierError, Unavailable, blames_settings, refusal
 from kvladder.layout import Layout
 from kvladder.schema import within
+from kvladder.secrets.file import exposed
 from kvladder.tiers.base import Medium
 from kvladder.tiers.codecs.base import Stage
 from kvladder.traces.recording import require_place
@@ -79,7 +80,8 @@ def warn_at_start(config: StackConfig) -> None:
     end_s = monotonic() + START_S
     for look in looks:
         look.join(max(0.0, end_s - monotonic()))
-    for text in [*config.warnings, *_short_of_memory(config), *chain.from_iterable(told)]:
+    own = *config.warnings, *_exposed(config), *_short_of_memory(config)
+    for text in [*own, *chain.from_iterable(told)]:
         logger.warning("%s", text)
 
 
@@ -124,9 +126,14 @@ def _preflight(config: StackConfig) -> Findings:
                 _try(found, config, f"{where}.codecs", opening)
         if facts:
             found.facts[level.name] = facts
-    found.warnings.extend(_short_of_memory(config))
+    found.warnings.extend([*_exposed(config), *_short_of_memory(config)])
     found.facts["libraries"] = dict(_libraries(extras, found.errors))
     return found
+
+
+def _exposed(config: StackConfig) -> Iterator[str]:
+    yield from exposed(config.http.token_file, "http.token_file")
+    yield from exposed(config.forget.key_file, "forget.key_file")
 
 
 def _short_of_memory(config: StackConfig) -> Iterator[str]:

@@ -15,17 +15,18 @@
 #endif
 
 enum { LEVELS = 7, INTERVALS = 4, SESSION = LEVELS * INTERVALS };
-enum { CLASSES = SESSION + INTERVALS, FRONT = CLASSES };
-enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 4 };
+enum { PROMPTS = SESSION + INTERVALS, CLASSES = PROMPTS + INTERVALS, FRONT = CLASSES };
+enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 6 };
 enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
-enum { HAZARD, MULTI, RECENT, EITHER };
+enum { HAZARD, MULTI, RECENT, EITHER, PROMPT, LOOP };
 enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
 static const int LEAST[LEVELS] = {1, 2, 3, 4, 6, 9, 15};
 static const int COUNTS[COUNT_LEVELS] = {0, 1, 2, 3, 4, 6, 9, 15};
 static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5};
-static const int GROUP[LEVELS + 1] = {0, 1, 1, 1, 2, 2, 3, 3};
+static const int GROUP[LEVELS + 2] = {0, 1, 1, 1, 2, 2, 3, 0, 0};
+static const double WHOLE = 1.0; /* hits that a whole prompt counts */
 
 typedef struct {
     int32_t next, prev;
@@ -36,12 +37,12 @@ typedef struct {
 typedef struct {
     uint64_t tag;
     uint32_t last;
-    uint8_t kind, count, inside, live;
+    uint8_t kind, prompt, count, inside, live;
     int32_t next[RULES], prev[RULES];
 } Sampled;
 
 typedef struct {
-    uint32_t then, what; /* index << 5 | class */
+    uint32_t then, what; /* index << 9 | class by prompt - SESSION << 6 | class */
 } Use;
 
 typedef struct {
@@ -93,9 +94,20 @@ static int class_of(int count, int interval) {
 }
 
 static int class_now(const Panel *self, int count, int64_t age) {
-    if (self->in_session) return SESSION + self->prompt_interval;
     return class_of(count, count > 1 ? interval_of(age, self->size) : self->prompt_interval);
 }
+
+/* Its class by prompt. */
+static int prompt_now(const Panel *self) {
+    return (self->in_session ? SESSION : PROMPTS) + self->prompt_interval;
+}
+
+/* The class by which the level's blocks are ordered now. */
+static int kind_now(const Panel *self, int count, int64_t age) {
+    return self->rule >= PROMPT ? prompt_now(self) : class_now(self, count, age);
+}
+
+static int takes_newest(int rule) { return rule == EITHER || rule == LOOP; }
 
 /* ---- Hazards */
 
@@ -134,7 +146,7 @@ static void learn(Panel *self) {
     double every[BINS], widths[BINS];
     for (int age = 0; age < BINS; age++) {
         double hits = 0.0, reached = 0.0;
-        for (int one = 0; one < CLASSES; one++) {
+        for (int one = 0; one < SESSION; one++) {
             hits += self->hits[one][age];
             reached += self->reached[one][age];
         }
@@ -164,8 +176,8 @@ static double score(const Panel *self, int one, uint32_t age) {
 
 static Rank rank_of(const Panel *self, int rule, int one, uint32_t age) {
     Rank rank = {0.0, age, one};
-    if (rule == HAZARD || rule == EITHER) rank.score = score(self, one, age);
     if (rule == MULTI) rank.score = GROUP[one / INTERVALS];
+    else if (rule != RECENT) rank.score = score(self, one, age);
     return rank;
 }
 
@@ -200,7 +212,7 @@ static int32_t find_sampled(const Panel *self, uint64_t tag) {
 
 static int grow_sampled(Panel *self) {
     int64_t room = self->sampled_room + self->sampled_room / 2 + 64, size = room + room / 2;
-    if (room >= 1 << 26) return -1;
+    if (room >= 1 << 23) return -1;
     Sampled *sampled = PyMem_RawRealloc(self->sampled, room * sizeof(Sampled));
     if (!sampled) return -1;
     self->sampled = sampled;
@@ -249,23 +261,29 @@ static void delete_sampled(Panel *self, int32_t index) {
     self->sampled_free = index;
 }
 
+static int shadow_kind(const Sampled *one, int rule) {
+    return rule >= PROMPT ? one->prompt : one->kind;
+}
+
 static void shadow_unlink(Panel *self, int rule, int32_t index) {
     Sampled *one = &self->sampled[index];
+    int kind = shadow_kind(one, rule);
     int32_t next = one->next[rule], prev = one->prev[rule];
-    if (prev < 0) self->shadow_head[rule][one->kind] = next;
+    if (prev < 0) self->shadow_head[rule][kind] = next;
     else self->sampled[prev].next[rule] = next;
-    if (next < 0) self->shadow_tail[rule][one->kind] = prev;
+    if (next < 0) self->shadow_tail[rule][kind] = prev;
     else self->sampled[next].prev[rule] = prev;
 }
 
 static void shadow_link(Panel *self, int rule, int32_t index) {
     Sampled *one = &self->sampled[index];
-    int32_t last = self->shadow_tail[rule][one->kind];
+    int kind = shadow_kind(one, rule);
+    int32_t last = self->shadow_tail[rule][kind];
     one->prev[rule] = last;
     one->next[rule] = -1;
-    if (last < 0) self->shadow_head[rule][one->kind] = index;
+    if (last < 0) self->shadow_head[rule][kind] = index;
     else self->sampled[last].next[rule] = index;
-    self->shadow_tail[rule][one->kind] = index;
+    self->shadow_tail[rule][kind] = index;
 }
 
 static void shadow_leave(Panel *self, int rule, int32_t index) {
@@ -290,7 +308,7 @@ static void shadow_evict(Panel *self, int rule) {
         }
         if (rule == MULTI && rank.score > best.score) break; /* so are those that follow */
     }
-    for (int kind = 0; rule == EITHER && kind < CLASSES; kind++) {
+    for (int kind = 0; takes_newest(rule) && kind < CLASSES; kind++) {
         int32_t index = self->shadow_tail[rule][kind];
         if (index < 0) continue;
         Rank rank = rank_of(self, rule, kind, (uint32_t)self->now - self->sampled[index].last);
@@ -302,7 +320,9 @@ static void shadow_evict(Panel *self, int rule) {
     shadow_leave(self, rule, victim);
 }
 
-static int log_use(Panel *self, int32_t index, int kind) {
+static int log_use(Panel *self, int32_t index) {
+    const Sampled *one = &self->sampled[index];
+    uint32_t kinds = (uint32_t)(one->prompt - SESSION) << 6 | one->kind;
     uint64_t gone = self->passed[BINS];
     if (self->log_end - gone == self->log_room) {
         uint64_t room = self->log_room ? 2 * self->log_room : 1024;
@@ -315,7 +335,7 @@ static int log_use(Panel *self, int32_t index, int kind) {
         self->log_room = room;
     }
     self->log[self->log_end++ & (self->log_room - 1)] =
-        (Use){(uint32_t)self->now, (uint32_t)index << 5 | (uint32_t)kind};
+        (Use){(uint32_t)self->now, (uint32_t)index << 9 | kinds};
     return 0;
 }
 
@@ -325,10 +345,15 @@ static void reach(Panel *self) {
         for (; self->passed[age] < self->log_end; self->passed[age]++) {
             Use use = self->log[self->passed[age] & (self->log_room - 1)];
             if ((uint32_t)self->now - use.then < edge) break;
-            Sampled *one = &self->sampled[use.what >> 5];
+            Sampled *one = &self->sampled[use.what >> 9];
             if (!one->live || one->last != use.then) continue;
-            if (age < BINS) self->reached[use.what & 31][age] += 1.0;
-            else if (!one->inside) delete_sampled(self, (int32_t)(use.what >> 5));
+            int kind = use.what & 63, prompt = SESSION + (use.what >> 6 & 7);
+            if (age < BINS) {
+                self->reached[kind][age] += 1.0;
+                self->reached[prompt][age] += 1.0;
+            } else if (!one->inside) {
+                delete_sampled(self, (int32_t)(use.what >> 9));
+            }
         }
     }
 }
@@ -344,18 +369,23 @@ static int use_sampled(Panel *self, uint64_t tag) {
         else self->held_by[rule]++;
     }
     Sampled *one = &self->sampled[index];
-    if (one->count && age < FORGET * self->size)
-        self->hits[one->kind][bin_of(self, age)] += 1.0;
+    if (one->count && age < FORGET * self->size) {
+        int bin = bin_of(self, age);
+        self->hits[one->kind][bin] += 1.0;
+        self->hits[one->prompt][bin] += 1.0;
+    }
     int64_t period = HALVE * self->size, last = self->now - age;
     int64_t halved = one->count ? self->now / period - last / period : 0;
     one->count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
     if (one->count < COUNT_MAX) one->count++;
     one->kind = (uint8_t)class_now(self, one->count, age);
+    one->prompt = (uint8_t)prompt_now(self);
     one->last = (uint32_t)self->now;
     self->reached[one->kind][0] += 1.0;
+    self->reached[one->prompt][0] += 1.0;
     one->inside = (1 << RULES) - 1;
     for (int rule = 0; rule < RULES; rule++) shadow_link(self, rule, index);
-    if (log_use(self, index, one->kind) < 0) return -1;
+    if (log_use(self, index) < 0) return -1;
     reach(self);
     return 0;
 }
@@ -503,7 +533,7 @@ static void put_ghost(Panel *self, uint64_t tag, int64_t last, int count, int ki
     unsigned age = epochs < EPOCHS_MAX ? (unsigned)epochs : EPOCHS_MAX;
     unsigned interval = (unsigned)kind % INTERVALS;
     bucket[found] =
-        (uint16_t)(bits << 9 | (unsigned)(kind >= SESSION) << 8 | age << 6 |
+        (uint16_t)(bits << 9 | (unsigned)(kind / INTERVALS == LEVELS) << 8 | age << 6 |
                    (unsigned)awaited << 5 | interval << 3 | level);
 }
 
@@ -588,7 +618,7 @@ static int use_block(Panel *self, Block *one) {
     int count = next_count(self, one->flags & COUNT_MAX, &age, 0), listed = one->flags & LISTED;
     if (listed) unlink_block(self, one);
     one->flags = (uint8_t)((one->flags & ~COUNT_MAX) | count);
-    one->kind = (uint8_t)class_now(self, count, age);
+    one->kind = (uint8_t)kind_now(self, count, age);
     one->last = (uint32_t)self->now;
     if (listed) link_block(self, one, 0);
     return note_use(self, tag_of(one));
@@ -622,7 +652,8 @@ static int recollect(const Panel *self, uint64_t tag, Ghost *known) {
     known->is_halved = 0;
     known->count = one ? one->count : 0;
     known->age = one ? (uint32_t)((uint32_t)self->now - one->last) : 0;
-    return one ? one->kind : 0;
+    if (!one) return self->rule >= PROMPT ? PROMPTS : 0;
+    return shadow_kind(one, self->rule);
 }
 
 static int await_key(Panel *self, uint64_t tag, int before) {
@@ -636,7 +667,7 @@ static int await_key(Panel *self, uint64_t tag, int before) {
     }
     int count = next_count(self, known.count, &known.age, known.is_halved);
     if (count > before + 1) count = before + 1;
-    int kind = class_now(self, count, known.age);
+    int kind = kind_now(self, count, known.age);
     if (note_use(self, tag) < 0) return -1;
     put_ghost(self, tag, self->now, count, kind, 1);
     return 0;
@@ -754,7 +785,7 @@ static int64_t age_of(const Panel *self, Asked one) {
 
 /* Count the hits of the shadows, and the uses of each key; -1 with an error set. */
 static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) {
-    int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0;
+    int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0, known = 0, is_known = 1;
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
         uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
         Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
@@ -762,13 +793,15 @@ static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) 
         asked[at] = (Asked){tag, one ? one - self->blocks : -1, count_of(self, tag, one)};
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
-        int32_t index = going ? find_sampled(self, tag) : -1;
+        int32_t index = is_known ? find_sampled(self, tag) : -1;
         going &= index < 0 ? 0 : self->sampled[index].inside;
+        known += is_known = index >= 0;
         for (int rule = 0; rule < RULES; rule++) hits[rule] += going >> rule & 1;
     }
     for (int one = 0; any && one < RULES; one++)
         for (int other = 0; other < RULES; other++) {
             double ahead = hits[one] - hits[other];
+            if (known) ahead += WHOLE * ((hits[one] == known) - (hits[other] == known));
             self->ahead[one][other] += ahead;
             self->spread[one][other] += ahead * ahead;
         }
@@ -840,12 +873,12 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     *one = (Block){.low = (uint32_t)tag, .high = (uint8_t)(tag >> 32)};
     Ghost known = take_ghost(self, tag);
     int kind = known.count ? class_of(known.count, known.interval) : 0;
-    if (known.in_session) kind = SESSION + known.interval;
+    if (self->rule >= PROMPT) kind = (known.in_session ? SESSION : PROMPTS) + known.interval;
     int exact = recollect(self, tag, &known), count = known.count > 1 ? known.count : 1;
     if (exact >= 0) kind = exact;
     if (by_request && !known.awaited) {
         count = next_count(self, known.count, &known.age, known.is_halved);
-        kind = class_now(self, count, known.age);
+        kind = kind_now(self, count, known.age);
         if (note_use(self, tag) < 0) return -1;
     }
     one->kind = (uint8_t)kind;
@@ -1064,7 +1097,7 @@ static void step_walk(Walk *walk, int slot, int32_t handle) {
 static void begin_walk(Walk *walk, int priority) {
     const Panel *panel = walk->panel;
     walk->front = panel->head[priority][FRONT];
-    walk->slots = panel->rule == EITHER ? 2 * CLASSES : CLASSES;
+    walk->slots = takes_newest(panel->rule) ? 2 * CLASSES : CLASSES;
     for (int slot = 0; slot < walk->slots; slot++) {
         int kind = slot % CLASSES;
         int32_t head = panel->head[priority][kind], tail = panel->tail[priority][kind];

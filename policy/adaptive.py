@@ -1,4 +1,4 @@
-"""The policy ``adaptive``: measures which of three orders of eviction serves best, and uses it."""
+"""The policy ``adaptive``: measures which of six orders of eviction serves best, and uses it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from kvladder.policy.panel import Panel
 SIZE_DEFAULT: Final = 1024
 """Assumed number of blocks until ``attached`` tells it."""
 _HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"kva2"
+_MAGIC: Final = b"kva3"
 
 
 class Adaptive(KeyedPolicy):
     """Evicts the lowest priority first; within a priority, by the rule that serves best of late.
 
     The rules are: the least learned worth (how soon blocks of that age, with as many uses, are
-    asked for again), the least frequent, the least recently used. Each has a shadow cache with the
-    keys of a sample, and the shadows' hits say which rule orders the blocks. ``push(front=True)``
+    asked for again), the least frequent, the least recently used; and the least learned worth of
+    whole prompts, or of named sessions. For loops, the newest may go first. Each rule has a shadow
+    cache with the keys of a sample, and the shadows' hits say which rule orders the blocks.
+    ``push(front=True)``
     puts a block before all others of its priority, whatever the rule. Retention, and the end of a
     session, change the priority, so they come before what is learned.
 

@@ -270,8 +270,11 @@ class PrioritizedLRU(EvictionPolicy):
             self.push(handle, priority)
 
     def touch_all(self, handles: Sequence[int]) -> None:
+        if len(handles) < BULK_MIN:
+            super().touch_all(handles)
+            return
         priorities = np.frombuffer(self._priority, np.uint8)[np.asarray(handles, np.intc)]
-        if len(handles) < BULK_MIN or np.count_nonzero(priorities != priorities[0]):
+        if np.count_nonzero(priorities != priorities[0]):
             super().touch_all(handles)
             return
         self.remove_all(handles)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import takewhile
 from math import sqrt
 from typing import Final
 
@@ -20,10 +21,13 @@ A block that was used once has the interval of its prompt: since the last use of
 that was known. So the end of a prompt that continues a chat differs from a new prompt.
 """
 SESSION: Final = len(LEVELS) * INTERVALS
-"""First class of blocks that a named session asked for; all of a prompt have its interval."""
-CLASSES: Final = SESSION + INTERVALS
-"""Classes by level of frequency, then by interval, the longest first; then those of sessions."""
-GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3, 3) for _ in range(INTERVALS))
+"""First class by prompt, if a named session asked for it; all blocks of a prompt have its interval,
+however often each was used."""
+PROMPTS: Final = SESSION + INTERVALS
+"""The same, for prompts of no named session."""
+CLASSES: Final = PROMPTS + INTERVALS
+"""Classes by level of frequency, then by interval, the longest first; then those by prompt."""
+GROUPS: Final = tuple(group for group in (0, 1, 1, 1, 2, 2, 3, 0, 0) for _ in range(INTERVALS))
 """Levels of KVBM's MultiLRU, by class: used once, and from 2, 6 and 15 times on."""
 COUNT_MAX: Final = 15
 SAMPLE: Final = 2048
@@ -40,10 +44,13 @@ HALVE: Final = 10
 """Counts are halved each time that ten times the size were used."""
 PSEUDO: Final = 4.0
 """Weight of the average of all classes, in uses, where a class has few of its own."""
-HAZARD, MULTI, RECENT, EITHER = range(4)
+WHOLE: Final = 1.0
+"""Hits that it counts for a rule that a prompt has all of its known keys."""
+HAZARD, MULTI, RECENT, EITHER, PROMPT, LOOP = range(6)
 """The rules: least learned worth first, of the oldest block of each class; least frequent level
-first; least recently used first; least learned worth first, of the oldest and the newest block."""
-RULES: Final = 4
+first; least recently used first; least learned worth first, of the oldest and the newest block; the
+first and the fourth with classes by prompt, so that prompts go one after another as a whole."""
+RULES: Final = 6
 STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + 1}d")
 """What is kept over a restart: tables of both kinds, the comparisons of rules, and the rule."""
 
@@ -98,7 +105,7 @@ class Hazards:
         every = [0.0] * BINS
         for age in range(BINS):
             hits = reached = 0.0
-            for one in range(CLASSES):
+            for one in range(SESSION):  # those by prompt are the same uses once more
                 hits += self.hits[one][age]
                 reached += self.reached[one][age]
             every[age] = min(1.0, hits / reached) if reached > 0 else 0.0
@@ -147,18 +154,22 @@ class Hazards:
 
     def rank(self, rule: int, one: int, age: int) -> Rank:
         """Return what orders blocks by a rule: the least goes first."""
-        if rule in (HAZARD, EITHER):
-            return self.score(one, age), -age, one
-        return float(GROUPS[one]) if rule == MULTI else 0.0, -age, one
+        if rule == MULTI:
+            return float(GROUPS[one]), -age, one
+        return 0.0 if rule == RECENT else self.score(one, age), -age, one
 
 
 class Sampled:
-    """A key that is sampled: count, time of the last use, class, shadows that hold it."""
+    """A key that is sampled: count, time of the last use, both classes, shadows that hold it."""
 
-    __slots__ = ("count", "inside", "kind", "last")
+    __slots__ = ("count", "inside", "kind", "last", "prompt")
 
     def __init__(self) -> None:
-        self.count = self.last = self.kind = self.inside = 0
+        self.count = self.last = self.kind = self.prompt = self.inside = 0
+
+    def ordered(self, rule: int) -> int:
+        """Return the class by which a rule orders it."""
+        return self.prompt if rule >= PROMPT else self.kind
 
 
 class Learner:
@@ -177,8 +188,8 @@ class Learner:
         self.keys: dict[int, Sampled] = {}
         self.shadows = [[OrderedDict[int, None]() for _ in range(CLASSES)] for _ in range(RULES)]
         self.held = [0] * RULES
-        self.log: deque[tuple[int, int, int]] = deque()
-        """Time, key and class of each sampled use, the oldest first."""
+        self.log: deque[tuple[int, int, tuple[int, int]]] = deque()
+        """Time, key and classes of each sampled use, the oldest first."""
         self._gone = 0
         self._passed = [0] * (BINS + 1)  # how far the log has reached the age of each bin; forgets
         self.ahead = [[0.0] * RULES for _ in range(RULES)]
@@ -197,11 +208,16 @@ class Learner:
     def known(self, tag: int, now: int) -> tuple[int, int, int]:
         """Return count and class as of its last use, and age, of a sampled key; 0 if unknown."""
         one = self.keys.get(tag)
-        return (0, 0, 0) if one is None else (one.count, one.kind, now - one.last)
+        if one is None:
+            return 0, PROMPTS if self.rule >= PROMPT else 0, 0
+        return one.count, one.ordered(self.rule), now - one.last
 
     def asked(self, tags: list[int]) -> None:
-        """Compare the rules by a prompt's sampled keys: how many leading ones each shadow has."""
-        known = [self.keys.get(tag) for tag in tags]
+        """Compare the rules by a prompt's sampled keys: how many leading ones each shadow has.
+
+        A shadow that has all that are known spares the prompt a break, which counts as well.
+        """
+        known = [*takewhile(lambda one: one is not None, map(self.keys.get, tags))]
         hits = [0] * RULES
         for rule in range(RULES):
             for one in known:
@@ -211,51 +227,59 @@ class Learner:
         for first in range(RULES):
             for second in range(RULES):
                 ahead = float(hits[first] - hits[second])
+                if known:
+                    ahead += WHOLE * ((hits[first] == len(known)) - (hits[second] == len(known)))
                 self.ahead[first][second] += ahead
                 self.spread[first][second] += ahead * ahead
 
-    def use(self, tag: int, now: int, kind_of: Callable[[int, int], int]) -> None:
-        """Count a use of a sampled key, in the shadows, too; its class is of its count and age."""
+    def use(self, tag: int, now: int, kind_of: Callable[[int, int], int], prompt: int) -> None:
+        """Count a use of a sampled key, in the shadows, too; its class is of its count and age.
+
+        ``prompt`` is its class by prompt.
+        """
         one = self.keys.get(tag)
         if one is None:
             one = self.keys[tag] = Sampled()
         was_inside, age = one.inside, now - one.last
         for rule in range(RULES):
             if was_inside >> rule & 1:
-                del self.shadows[rule][one.kind][tag]
+                del self.shadows[rule][one.ordered(rule)][tag]
             elif self.held[rule] >= self.shadow_size:
                 self._evict(rule, now)
             else:
                 self.held[rule] += 1
         hazards, period = self.hazards, HALVE * self.size
         if one.count and age < FORGET * self.size:
-            hazards.hits[one.kind][hazards.bin(age)] += 1.0
+            for kind in (one.kind, one.prompt):
+                hazards.hits[kind][hazards.bin(age)] += 1.0
         one.count >>= min(COUNT_MAX, now // period - one.last // period)
         one.count = min(COUNT_MAX, one.count + 1)
-        one.kind, one.last = kind_of(one.count, age), now
-        hazards.reached[one.kind][0] += 1.0
+        one.kind, one.prompt, one.last = kind_of(one.count, age), prompt, now
+        kinds = one.kind, one.prompt
+        for kind in kinds:
+            hazards.reached[kind][0] += 1.0
         one.inside = (1 << RULES) - 1
         for rule in range(RULES):
-            self.shadows[rule][one.kind][tag] = None
-        self.log.append((now, tag, one.kind))
+            self.shadows[rule][one.ordered(rule)][tag] = None
+        self.log.append((now, tag, kinds))
         self._reach(now)
 
     def _evict(self, rule: int, now: int) -> None:
         lists = [order for order in self.shadows[rule] if order]
         victims = [next(iter(order)) for order in lists]
-        if rule == EITHER:
+        if rule in (EITHER, LOOP):
             victims += [next(reversed(order)) for order in lists]
 
         def rank(tag: int) -> Rank:
             one = self.keys[tag]
-            return self.hazards.rank(rule, one.kind, now - one.last)
+            return self.hazards.rank(rule, one.ordered(rule), now - one.last)
 
         self._leave(min(victims, key=rank), rule, now)
 
     def _leave(self, tag: int, rule: int, now: int) -> None:
         """Take a key out of a shadow."""
         one = self.keys[tag]
-        del self.shadows[rule][one.kind][tag]
+        del self.shadows[rule][one.ordered(rule)][tag]
         one.inside &= ~(1 << rule)
         if not one.inside and now - one.last >= self._forget:
             del self.keys[tag]
@@ -265,7 +289,7 @@ class Learner:
         for age in range(1, BINS + 1):
             edge = self.hazards.edges[age] if age < BINS else float(self._forget)
             while self._passed[age] < self._gone + len(self.log):
-                then, tag, kind = self.log[self._passed[age] - self._gone]
+                then, tag, kinds = self.log[self._passed[age] - self._gone]
                 if now - then < edge:
                     break
                 self._passed[age] += 1
@@ -273,7 +297,8 @@ class Learner:
                 if one is None or one.last != then:
                     continue
                 if age < BINS:
-                    self.hazards.reached[kind][age] += 1.0
+                    for kind in kinds:
+                        self.hazards.reached[kind][age] += 1.0
                 elif not one.inside:
                     del self.keys[tag]
         while self._passed[BINS] > self._gone:

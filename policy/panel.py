@@ -23,6 +23,9 @@ from kvladder.policy.hazards import (
     HALVE,
     INTERVALS,
     LEVELS,
+    LOOP,
+    PROMPT,
+    PROMPTS,
     SESSION,
     Learner,
     Rank,
@@ -196,7 +199,7 @@ class Ghosts:
         length, began = EPOCH * self.size, EPOCH * self.size * self._epoch
         epochs = 1 + (began - 1 - last) // length if last < began else 0
         low = awaited << 5 | kind % INTERVALS << 3 | level
-        high = bits << 9 | (kind >= SESSION) << 8
+        high = bits << 9 | (SESSION <= kind < PROMPTS) << 8
         self.entries[found] = high | min(EPOCHS_MAX, epochs) << 6 | low
 
     def tick(self, now: int) -> None:
@@ -261,7 +264,7 @@ class PythonPanel:
     ) -> None:
         """Count a use of each key, the last first; ``places`` has their handles, None if absent.
 
-        ``in_session`` says whether a named session asks.
+        ``in_session`` says whether a named session asks. The rules by prompt alone use it.
 
         The keys are those of a prompt, so a block was not used more often than the one before it.
         That corrects most of what ``SeenOnce`` and ``Ghosts`` take for known by mistake, and, where
@@ -316,7 +319,7 @@ class PythonPanel:
             known = Remembered(before, age, is_halved=True)
         count, age = self._next(known)
         count = min(count, before + 1)
-        kind = self._class(count, age)
+        kind = self._ordered(count, age)
         self._learn(tag)
         self._ghosts.put(tag, self._now, count, kind, awaited=True)
 
@@ -337,19 +340,25 @@ class PythonPanel:
         return min(COUNT_MAX, count + 1), age
 
     def _class(self, count: int, age: int) -> int:
-        if self._in_session:
-            return SESSION + self._prompt_interval
         return class_of(count, interval_of(age, self.size) if count > 1 else self._prompt_interval)
+
+    def _by_prompt(self) -> int:
+        """Return the class by prompt of what is used now."""
+        return (SESSION if self._in_session else PROMPTS) + self._prompt_interval
+
+    def _ordered(self, count: int, age: int) -> int:
+        """Return the class by which a block that is used now is ordered."""
+        return self._by_prompt() if self._learner.rule >= PROMPT else self._class(count, age)
 
     def _learn(self, tag: int) -> None:
         self._ghosts.tick(self._now)
         if self._learner.samples(tag):
-            self._learner.use(tag, self._now, self._class)
+            self._learner.use(tag, self._now, self._class, self._by_prompt())
         self._learner.tick(self._now)
 
     def _use(self, one: HeldBlock, handle: int) -> None:
         one.count, age = self._next(Remembered(one.count, self._now - one.last))
-        one.kind, one.last = self._class(one.count, age), self._now
+        one.kind, one.last = self._ordered(one.count, age), self._now
         self._learn(one.tag)
         if one.list >= 0:
             self._unlink(one, handle)
@@ -363,13 +372,13 @@ class PythonPanel:
             known = self._ghosts.take(one.tag)
             is_awaited = known.is_awaited
             one.kind = class_of(known.count, known.interval) if known.count else 0
-            if known.in_session:
-                one.kind = SESSION + known.interval
+            if self._learner.rule >= PROMPT:
+                one.kind = (SESSION if known.in_session else PROMPTS) + known.interval
             if self._learner.samples(one.tag):
                 known, one.kind = self._sampled(one.tag), self._learner.known(one.tag, 0)[1]
             if request and not is_awaited:
                 one.count, age = self._next(known)
-                one.kind = self._class(one.count, age)
+                one.kind = self._ordered(one.count, age)
                 self._learn(one.tag)
             else:
                 one.count = max(1, known.count)
@@ -465,7 +474,7 @@ class PythonPanel:
 
     def _merged(self, lists: list[OrderedDict[int, None]]) -> Iterator[int]:
         """Yield the blocks of all lists by the rule, each from its start, or from both ends."""
-        ends = 2 if self._learner.rule == EITHER else 1
+        ends = 2 if self._learner.rule in (EITHER, LOOP) else 1
         walks = [(iter(order), reversed(order)) for order in lists]
         left = [*map(len, lists)]
         heap = [

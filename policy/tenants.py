@@ -158,6 +158,12 @@ class Tenants:
         self._lower(salt, place)
         return self._rank(salt, place, priority) if self.raises(priority) else None
 
+    def raised_again(self, salt: bytes, places: Sequence[int]) -> None:
+        """Record that raised blocks of a salt were raised anew: they are now the last to go."""
+        touch = self._raised.of[salt].touch
+        for place in places:
+            touch(place)
+
     def _rank(self, salt: bytes, place: int, priority: int) -> int | None:
         shares, raised = self.shares, self._raised
         raised.push(salt, place, priority)

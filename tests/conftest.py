@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from hypothesis import HealthCheck, settings
 
-from kvladder.arena import Arena
-from tests import stuck
+# pytest rewrites the assertions of a package that brings a plugin: here of the whole product, in
+# each worker. Only tests, and the suites that kvladder.testing registers, need that.
+for finder in sys.meta_path:
+    if isinstance(finder, AssertionRewritingHook):
+        finder._must_rewrite.discard("kvladder")
+        finder._marked_for_rewrite_cache.clear()
+
+from kvladder.arena import Arena  # noqa: E402
+from tests import stuck  # noqa: E402
 
 pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "tests.kit.durations", "pytester"]
 
@@ -89,6 +97,21 @@ class Watch:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Watch())
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries report as leaked what collecting tests has made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while tests are collected, and never visit what that has made again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -6,11 +6,12 @@ told, in the calls of kvladder:
 
 - ``ends``: a session ends with its last request. Then the blocks that only it has used get priority
   0, as by ``CacheManager.end_session``.
-- ``calls``: after a request, the agent calls a tool and will be back soon. The request's blocks are
-  retained: they have a higher priority for a minute. Traces do not tell tools from people: a call
-  is assumed where the next request of the session comes within that minute.
-- ``returns``: ten seconds before the session's next request comes after a longer time, for instance
-  as a person begins to type. What is left of its last request is retained again. In a level below
+- ``calls``: with a request, the agent calls a tool and will be back soon. The request's blocks are
+  retained: they are saved with a higher priority, and keep it for a minute. Traces do not tell
+  tools from people: a call is assumed where the next request of the session comes within that
+  minute.
+- ``returns``: ten seconds before the session's next request comes after a longer time, as when
+  a person begins to type. What is left of its last request is retained again. In a level below
   another one, a prefetch would also bring what is absent; here that stays absent.
 """
 
@@ -21,8 +22,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final
 
-from benchmarks.policies.level import Level
-from benchmarks.policies.peers import Outcome, work
+from benchmarks.policies.level import Level, outcome_of
+from benchmarks.policies.peers import Outcome
 from benchmarks.policies.traces import Prompt, Trace
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MIN, EvictionPolicy
@@ -62,8 +63,7 @@ def served_with_hints(
 ) -> Outcome:
     """Return what a level serves that is told these hints; all but ``ends`` need times."""
     hinted = Hinted(Level(policy, size, keys), trace, told)
-    known = [hinted.request(number) for number in range(len(trace.prompts))]
-    return Outcome(sum(known), sum(map(work, known)))
+    return outcome_of(trace, [hinted.request(number) for number in range(len(trace.prompts))])
 
 
 class Hinted:
@@ -92,22 +92,31 @@ class Hinted:
         while self._events and self._events[0][0] <= time_s:
             then_s, _, one, call = heappop(self._events)
             call(then_s, one)
-        known = self._level.request(prompt, whole=False, in_session=bool(self._told))
+        following = self._next[number]
+        calls = CALLS in self._told and self._comes_soon(number)
+        priority = RETAINED if calls else PRIORITY_DEFAULT
+        self._rank(prompt, priority)  # what is there is saved again
+        named = bool(self._told)
+        known = self._level.request(prompt, whole=False, in_session=named, priority=priority)
         for block in prompt:  # what was retained before this request is retained no longer
             self._until_s.pop(block, None)
-        self._rank(prompt, PRIORITY_DEFAULT)
         self._note(prompt, str(self._named[number]))
-        following = self._next[number]
         if following is None:
             if ENDS in self._told:
                 gone = self._sessions.end(str(self._named[number]))
                 self._rank([self._block[key] for key in gone], PRIORITY_MIN)
-        elif self._time_s(following) - time_s > RETAINED_S:
-            if RETURNS in self._told:
-                self._later(self._time_s(following) - LEAD_S, number, self._retain)
-        elif CALLS in self._told:
+        elif calls:
             self._retain(time_s, number)
+        elif RETURNS in self._told and not self._comes_soon(number):
+            self._later(self._time_s(following) - LEAD_S, number, self._retain)
         return known
+
+    def _comes_soon(self, number: int) -> bool:
+        """Return whether the next request of the session comes while blocks are retained."""
+        following = self._next[number]
+        if following is None:
+            return False
+        return self._time_s(following) - self._time_s(number) <= RETAINED_S
 
     def _time_s(self, number: int) -> float:
         return self._trace.times_s[number] if self._trace.times_s else 0.0

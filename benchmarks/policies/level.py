@@ -32,14 +32,26 @@ class Level:
         self.block = [-1] * size
         self.free = [*range(size)][::-1]
         self.number = 0
+        self._saved_at = PRIORITY_DEFAULT
         if self.keyed is not None:
             number = {key: block for block, key in enumerate(keys)}
             self.keyed.attached(size, lambda some: [self.at.get(number[key]) for key in some])
         policy.reserve(size)
 
-    def request(self, prompt: Prompt, *, whole: bool, in_session: bool = False) -> int:
-        """Serve a prompt, maybe of a named session; return how many leading blocks were there."""
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        whole: bool,
+        in_session: bool = False,
+        priority: int = PRIORITY_DEFAULT,
+    ) -> int:
+        """Serve a prompt, maybe of a named session; return how many leading blocks were there.
+
+        Blocks that are saved get ``priority``.
+        """
         self.number += 1
+        self._saved_at = priority
         if self.keyed is not None:
             told = self.keyed.requested_in_session if in_session else self.keyed.requested
             told([self.keys[block] for block in prompt], self.number)
@@ -85,10 +97,10 @@ class Level:
     def _save(self, handles: Sequence[int], blocks: Sequence[int]) -> None:
         for block, handle in zip(blocks, handles, strict=True):
             self.at[block], self.block[handle] = handle, block
-            self.priority[block] = PRIORITY_DEFAULT
+            self.priority[block] = self._saved_at
         if self.keyed is not None and blocks:
             self.keyed.inserted(handles, [self.keys[block] for block in blocks], self.number)
-        self.policy.push_all(handles, PRIORITY_DEFAULT)
+        self.policy.push_all(handles, self._saved_at)
 
 
 def keys_of(trace: Trace) -> list[BlockKey]:
@@ -101,17 +113,26 @@ def served(
 ) -> Outcome:
     """Return what a level with this policy serves of a trace."""
     level = Level(policy, size, keys)
-    known = [level.request(prompt, whole=whole) for prompt in trace.prompts]
-    return Outcome(sum(known), sum(map(work, known)))
+    return outcome_of(trace, [level.request(prompt, whole=whole) for prompt in trace.prompts])
+
+
+def outcome_of(trace: Trace, known: Sequence[int]) -> Outcome:
+    """Return the outcome of requests that found so many leading blocks each."""
+    cut = sum(map(int.__lt__, known, _most(trace)))
+    return Outcome(sum(known), sum(map(work, known)), cut)
 
 
 def unbounded(trace: Trace) -> Outcome:
     """Return what a level without a bound serves."""
+    return outcome_of(trace, _most(trace))
+
+
+def _most(trace: Trace) -> list[int]:
+    """Return how many leading blocks of each request were asked for before."""
     seen: set[int] = set()
-    hits, saved = 0, 0.0
+    found: list[int] = []
     for prompt in trace.prompts:
         known = next((at for at, block in enumerate(prompt) if block not in seen), len(prompt))
-        hits += known
-        saved += work(known)
+        found.append(known)
         seen.update(prompt)
-    return Outcome(hits, saved)
+    return found

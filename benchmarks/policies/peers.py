@@ -24,6 +24,8 @@ class Outcome(NamedTuple):
     """Number of blocks in the prefixes that were there."""
     work: float
     """Work to compute them, in blocks at the start of a prompt."""
+    cut: int
+    """Number of requests that found less than a level without a bound has."""
 
 
 def work(hits: int) -> float:
@@ -49,6 +51,6 @@ def peers(trace: Trace, sizes: Sequence[int]) -> dict[int, dict[str, Outcome]]:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[int, dict[str, Outcome]] = {size: {} for size in sizes}
     for line in done.stdout.splitlines():
-        name, size, hits, saved = line.split()
-        found[int(size)][name] = Outcome(int(hits), float(saved))
+        name, size, hits, saved, cut = line.split()
+        found[int(size)][name] = Outcome(int(hits), float(saved), int(cut))
     return found

@@ -315,6 +315,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
                     done = drained(pieces, copy)
         if report is not None:
             report.waited_s += SystemClock().now() - begun_s
+            left = batch.names[done : done + 1]
+            if left and self.manager is not None and not self.manager.holding(left)[0]:
+                # a lookup counts pages that a shared level may have, which has answered by now
+                report.cause = self.manager.commands.cause(left[0])
         if pool.name == KV and self._ranks.enable_storage_metrics:
             calls = self._gets if up else self._sets
             calls.append((copied, SystemClock().now() - begun_s))

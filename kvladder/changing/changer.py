@@ -233,6 +233,17 @@ class StackChanger:
         finally:
             self._running = None
 
+    def _say(self, plan: StackChange) -> None:
+        """Log what changed. A level that a client attached may receive all blocks."""
+        say, types = (
+            self._stack.shared.notices.say,
+            {one.name: one.type for one in plan.wanted.levels},
+        )
+        if plan.found.attached:
+            names = ", ".join(f"{name} ({types[name]})" for name in plan.found.attached)
+            say("attached", f"levels were attached while serving, and may get all blocks: {names}")
+        say("changed", f"the stack changed while serving: {'; '.join(map(str, plan.changes))}")
+
     async def _carry_out(self, plan: StackChange) -> None:
         done = _Progress()
         try:
@@ -258,6 +269,7 @@ class StackChanger:
         follows = [self._tuner.follow(lifecycle, tuning) for lifecycle, tuning in tunings]
         results = await asyncio.gather(*ends, *follows, return_exceptions=True)
         self._changed(plan.wanted)
+        self._say(plan)
         for error in results:
             if isinstance(error, BaseException):
                 raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -13,7 +14,8 @@ from struct import Struct
 from typing import Any, Final
 
 from kvladder.arena import Slot
-from kvladder.export.offers import HAVE, LATER, REFUSED, Pinned
+from kvladder.errors import TierError
+from kvladder.export.offers import BATCH_MAX, HAVE, LATER, REFUSED, Pinned, Surveyed
 from kvladder.keys import SALT_BYTES, BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import STEP
@@ -33,6 +35,8 @@ SPACE_BYTES: Final = 3
 """Bytes of a server's salt that stand for the client's namespace; the others for its salt."""
 GRANTED_MAX: Final = 0.25
 """Highest share of the slots that one session may hold granted and not committed."""
+SURVEYS_MAX: Final = 4
+"""Most surveys of one session at a time; the oldest is given up for another one."""
 PURGED_S: Final = 0.02
 """Seconds between checks whether all tiers have forgotten purged blocks; tiers do not notify."""
 
@@ -78,6 +82,8 @@ class ClientHoldings:
     """Name of the client for operators."""
     pins: dict[int, BatchedFetch] = field(default_factory=dict[int, BatchedFetch])
     grants: dict[int, Granted] = field(default_factory=dict[int, Granted])
+    surveys: dict[int, deque[BlockKey]] = field(default_factory=dict[int, deque[BlockKey]])
+    """Blocks that each survey has yet to look at, by its number."""
 
     @property
     def pinned(self) -> int:
@@ -254,6 +260,10 @@ class CacheOffers(ABC):
     async def purge(self, session: int, salt: bytes | None) -> int:
         """Return 0, see ``Offers``: clients have put nothing."""
         return 0
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        """List nothing, see ``Offers``: clients have put nothing."""
+        return Surveyed([], more=False)
 
 
 class EngineOffers(CacheOffers):
@@ -528,6 +538,65 @@ class ServerOffers(CacheOffers):
         while self._manager.removals and session in self._sessions:  # noqa: ASYNC110 - as it says
             await asyncio.sleep(PURGED_S)
         return gone
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        """Read the labels of the next blocks, see ``Offers``: only they have the clients' keys.
+
+        Raises
+        ------
+        TierError
+            A block is here that cannot be read now, or the survey is not known any more.
+        """
+        known = self._sessions.get(session)
+        if known is None:
+            return Surveyed([], more=False)
+        if of not in known.surveys:
+            if known.surveys and of <= max(known.surveys):
+                raise TierError("the survey is not known any more")
+            known.surveys[of] = deque(await self._those_of(known.namespace, salt))
+            while len(known.surveys) > SURVEYS_MAX:
+                del known.surveys[min(known.surveys)]
+        left = known.surveys[of]
+        names = [left[n] for n in range(min(BATCH_MAX, len(left)))]
+        keys, count = await self._keys_of(names) if names else ([], 0)
+        for _ in range(min(count, len(left))):
+            left.popleft()
+        if not left:
+            known.surveys.pop(of, None)
+        return Surveyed(keys, more=bool(left))
+
+    async def _keys_of(self, names: Sequence[BlockKey]) -> tuple[list[bytes], int]:
+        """Return the clients' keys of the first blocks that there is room for, and their number."""
+        paced = self._manager.fetch_paced(names, whole_set=True)
+        try:
+            await paced.settle()
+            found = paced.fetch.found if isinstance(paced.fetch, SetFetch) else {}
+            part = names[: paced.count]
+            labels = [told(self._read(found[name]).label) for name in part if name in found]
+            absent = [name for name in part if name not in found]
+        finally:
+            paced.close()
+        ladder = self._manager.ladder
+        with ladder.lock:
+            is_unread = any(ladder.meta(name) is not None for name in absent)
+        if is_unread or not part:
+            raise TierError("some blocks cannot be read now")
+        return [label.key for label in labels if label is not None], len(part)
+
+    async def _those_of(self, namespace: bytes, salt: bytes | None) -> list[BlockKey]:
+        """Return the blocks of a namespace that are here, or those of one salt in it."""
+        ladder, tag = self._manager.ladder, _space_tag(namespace)
+        only, found = None if salt is None else own_salt(namespace, salt), dict[BlockKey, None]()
+        for holdings in ladder.indexes.values():
+            for start in range(0, holdings.places, STEP):
+                with ladder.lock:
+                    for name in holdings.held(start, start + STEP):
+                        meta = ladder.meta(name)
+                        own = b"" if meta is None else meta.terms.salt
+                        if own == only or (only is None and own.startswith(tag)):
+                            found[name] = None
+                await asyncio.sleep(0)
+        return list(found)
 
     async def _salts(self, namespace: bytes) -> set[bytes]:
         """Return all salts of a namespace's blocks that are here or being put."""

@@ -205,7 +205,7 @@ class Exporter:
             failed=lambda error: self._drop(client, str(error)),
             nap=self._nap,
         )
-        answer = Welcome(hello.op, plane.metadata, plane.area, writable)
+        answer = Welcome(hello.op, plane.metadata, plane.area, writable, writable)
         self._send(client, answer)
 
     def _drop(self, client: bytes, why: str) -> None:

@@ -11,7 +11,7 @@ from kvladder.arena import Arena
 from kvladder.children.interface import Interface
 from kvladder.children.pipe import Pipe
 from kvladder.errors import TierError
-from kvladder.export.offers import OfferCalls, Pinned
+from kvladder.export.offers import OfferCalls, Pinned, Surveyed
 from kvladder.tiers.label import Facts
 
 
@@ -140,6 +140,10 @@ class FarOffers:
     async def purge(self, session: int, salt: bytes | None) -> int:
         """See ``Offers``."""
         return await self._cache.purge(session, salt)
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        """See ``Offers``."""
+        return await self._cache.survey(session, of, salt)
 
     async def gone(self, session: int) -> None:
         """See ``Offers``."""

@@ -24,6 +24,14 @@ class Pinned(NamedTuple):
     """Label of the block, ``LABEL_BYTES`` long."""
 
 
+class Surveyed(NamedTuple):
+    """Some of the blocks that a survey found."""
+
+    keys: list[bytes]
+    more: bool
+    """True if there are others."""
+
+
 class OfferCalls(Protocol):
     """The calls of ``Offers``, which another process can make. All are made on one event loop.
 
@@ -93,6 +101,14 @@ class OfferCalls(Protocol):
 
     async def purge(self, session: int, salt: bytes | None) -> int:
         """Forget what clients of this namespace put, or only for one salt; return the number."""
+        ...
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        """Return the next blocks of a client's namespace, or of one salt, under the client's keys.
+
+        ``of`` is the number of the survey's first operation. Its first call decides which blocks
+        are looked at; those that have gone since are left out.
+        """
         ...
 
     async def gone(self, session: int) -> None:

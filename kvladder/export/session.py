@@ -22,6 +22,7 @@ from kvladder.tiers.nixl.messages import (
     Get,
     Got,
     Grant,
+    Listed,
     Lookup,
     Offer,
     Ping,
@@ -31,6 +32,7 @@ from kvladder.tiers.nixl.messages import (
     Reply,
     Request,
     Stored,
+    Survey,
     WireError,
     facts_in,
     keys_in,
@@ -174,12 +176,14 @@ class Session:
                 self._begin(message.op, self._lookup(message))
             case Get():
                 self._begin(message.op, self._get(message))
-            case Offer() | Remove() | Purge() if not self._writable:
+            case Offer() | Remove() | Purge() | Survey() if not self._writable:
                 self._begin(message.op, self._unwritten(message))
             case Offer():
                 self._begin(message.op, self._offer(message))
             case Remove():
                 self._begin(message.op, self._remove(message))
+            case Survey():
+                self._begin(message.op, self._survey(message))
             case Purge():
                 self._begin(message.op, self._purge(message))
             case _:
@@ -259,8 +263,10 @@ class Session:
     def _fits(self, length: int) -> bool:
         return 0 < length <= self._block_bytes
 
-    async def _unwritten(self, message: Offer | Remove | Purge) -> Reply:
-        """Answer a read-only client: refuse all its blocks, and remove nothing."""
+    async def _unwritten(self, message: Offer | Remove | Purge | Survey) -> Reply:
+        """Answer a read-only client: refuse all its blocks, remove nothing, and list nothing."""
+        if isinstance(message, Survey):
+            return Failed(message.op, "this client may not list blocks", final=True)
         if isinstance(message, Offer):
             return Grant(message.op, [REFUSED] * len(message.lengths))
         return Done(message.op)
@@ -313,3 +319,8 @@ class Session:
 
     async def _purge(self, message: Purge) -> Reply:
         return Done(message.op, await self._offers.purge(self.number, message.salt or None))
+
+    async def _survey(self, message: Survey) -> Reply:
+        of = message.of or message.op
+        keys, more = await self._offers.survey(self.number, of, message.salt)
+        return Listed(message.op, b"".join(keys), more)

@@ -15,11 +15,10 @@ from kvladder.hints.outcomes import (
     end_s,
     end_span,
     outcome,
-    ranked,
     rejected,
     verb_of,
 )
-from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped, ToRank
+from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
@@ -39,11 +38,11 @@ from kvladder.hints.protocol import (
     order_of,
     read,
 )
+from kvladder.hints.rankings import RANKS, RankingBatch, clipped
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.fetch_cost import ANYTHING
-from kvladder.policy.tenants import NO_LIMITS
 from kvladder.tiers.ladder.upkeep.commands import Moved, Ranking
 from kvladder.tiers.spans import HintsSpan, TraceHeaders
 from kvladder.units import counted
@@ -287,12 +286,7 @@ class HintExecutor:
 
         The text is empty if they are as asked for.
         """
-        if self._manager.limits == NO_LIMITS:
-            return (priority, ttl_s), ""
-        (lower,), (within_s,), count = self._manager.limits.clipped([priority], [ttl_s])
-        lasting = "" if within_s is None else f" for {within_s:g} s"
-        clipped = f"priority {lower}{lasting}" if count else ""
-        return (lower, None if within_s is None else float(within_s)), clipped
+        return clipped(self._manager.limits, priority, ttl_s)
 
     def require(self, order: Move) -> None:
         """Raise ``RefusedHint`` if an order names a level that cannot take blocks for it."""
@@ -344,25 +338,31 @@ class HintExecutor:
 
         Returns the outcome of each.
         """
-        found, waiting = dict[int, ActionResult](), list[ToRank]()
+        own, now_s = request or _NONE, self._manager.ladder.clock.now()
+        found: list[ActionResult] = [_UNNAMED] * len(actions)
+        batch = RankingBatch(
+            self._commands,
+            self._manager.limits,
+            (own.keys, self._digest(own.salt)),
+            partial(self._named, request),
+            now_s,
+        )
         for number, action in enumerate(actions):
             try:
                 order = order_of(action)
-                if isinstance(order, _RANKS):
-                    ranking, clipped = self._ranking(order, request)
-                    if ranking is not None:
-                        waiting.append(ToRank(number, ranking, clipped))
+                if isinstance(order, RANKS):
+                    if batch.add(number, order):
                         continue
                     result = _UNNAMED
                 else:
-                    self._rank(actions, waiting, found)
+                    batch.done(actions, found)
                     result = self._done(message, order, request)
             except RefusedHint as error:
                 found[number] = rejected(action, str(error))
             else:
                 found[number] = ActionResult(action.action_id, *result[1:])
-        self._rank(actions, waiting, found)
-        return [found[number] for number in range(len(actions))]
+        batch.done(actions, found)
+        return found
 
     def _done(
         self, message: tuple[str, str], order: Move | PrefetchHint, request: OwnRequest | None
@@ -397,35 +397,12 @@ class HintExecutor:
             raise RefusedHint("this engine names blocks itself: expected a session or keys")
         return Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
 
-    def _ranking(
-        self, order: PinHint | RetainHint, request: OwnRequest | None
-    ) -> tuple[Ranking | None, str]:
-        """Return what an order asks for, within the operator's limits, and how that differs.
-
-        The first is None if no whole block is named; the text is empty if nothing differs.
-        """
+    def _named(
+        self, request: OwnRequest | None, order: PinHint | RetainHint
+    ) -> tuple[Sequence[BlockKey], bytes, bool]:
+        """Return the blocks that a ranking names; see ``RankingBatch``."""
         scope = self._scope(order, request)
-        if not any(scope.runs):
-            return None, ""
-        priority = order.priority if isinstance(order, RetainHint) else PRIORITY_MAX
-        (lower, within_s), clipped = self.clipped(priority, order.ttl_s)
-        until_s = end_s(lower, within_s, self._manager.ladder.clock.now())
-        salt = self._digest(scope.salt)
-        return Ranking(scope.keys, salt, lower, until_s, scope.is_prefix), clipped
-
-    def _rank(
-        self,
-        actions: Sequence[Action],
-        waiting: list[ToRank],
-        found: dict[int, ActionResult],
-    ) -> None:
-        """Rank the blocks of those that wait, all at once, and add their outcomes to ``found``."""
-        if not waiting:
-            return
-        moves = self._commands.rank([one.ranking for one in waiting])
-        for (number, _, clipped), moved in zip(waiting, moves, strict=True):
-            found[number] = ranked(actions[number].action_id, moved, clipped)
-        waiting.clear()
+        return scope.keys, self._digest(scope.salt), scope.is_prefix
 
     def _prefetch(
         self, message: tuple[str, str], scope: Scoped, order: PrefetchHint
@@ -571,12 +548,10 @@ class HintExecutor:
 
     def _count(self, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
         """Count the outcomes of actions; with the lock held."""
-        counts = self._counts
-        for action, result in zip(actions, results, strict=True):
-            counts[verb_of(action.action_type), result.outcome] += 1
+        verbs = (verb_of(action.action_type) for action in actions)
+        self._counts.update(zip(verbs, (result.outcome for result in results), strict=True))
 
 
-_RANKS = PinHint, RetainHint
 _UNNAMED = ActionResult("", "missing", "no whole block is named")
 _REUSED = "the message id was used for other actions: expected a new one"
 _TOO_MANY = f"an envelope has at most {ACTIONS_MAX} actions"

@@ -11,6 +11,7 @@ from kvladder.tiers.ladder.upkeep.commands import Moved
 from kvladder.tiers.spans import HintsSpan
 from kvladder.units import counted
 
+_SHARE = "beyond the part that limits.raised and limits.raised_tenant allow"
 UNKNOWN = "unknown"
 """Name for the actions of all unknown types."""
 
@@ -38,6 +39,8 @@ def ranked(action_id: str, moved: Moved, clipped: str) -> ActionResult:
     """Return the outcome of a ranking."""
     if not moved.done:
         return ActionResult(action_id, "missing", "no level holds these blocks")
+    if moved.lowered:
+        clipped = ": ".join(filter(None, (clipped, f"{counted(moved.lowered, 'block')} {_SHARE}")))
     if clipped:
         return ActionResult(action_id, "clipped", clipped, moved.done)
     if moved.missing:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kvladder.hints.protocol import Order
 from kvladder.keys import BlockKey
 from kvladder.manager import Fetch
-from kvladder.tiers.ladder.upkeep.commands import Ranking
 
 RETRY_MIN_S, RETRY_MAX_S = 0.01, 1.0
 """Time between two attempts about a finished request's blocks: doubled after each."""
@@ -28,15 +27,6 @@ class Scoped(NamedTuple):
         if len(self.runs) == 1:
             return self.runs[0]
         return [key for run in self.runs for key in run]
-
-
-class ToRank(NamedTuple):
-    """An action that only ranks blocks, and waits for those that follow it to do the same."""
-
-    number: int
-    ranking: Ranking
-    clipped: str
-    """How it differs from what was asked for; empty if it does not."""
 
 
 @dataclass(slots=True)

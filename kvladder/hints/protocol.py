@@ -119,6 +119,8 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The cache salt that is bound into the keys; by default that of the request."""
 
     def __post_init__(self) -> None:
+        if self.tokens is None and (self.keys is None or self.session is None):
+            return  # quick: it is asked for each action
         named = [name for name in ("tokens", "keys", "session") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ValueError(f"{named[0]} and {named[1]} are both given: expected one of them")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +44,16 @@ def read_secrets(file: str, setting: str, require: Callable[[str, str], None]) -
     for secret in found:
         require(secret, setting)
     return found
+
+
+def exposed(file: str, setting: str) -> Iterator[str]:
+    """Yield a warning if every user of the machine may read a secret's file.
+
+    A group may: Kubernetes gives mounted secrets a group of the pod's own.
+    """
+    with suppress(OSError):  # its reader reports that
+        if file and Path(file).stat().st_mode & stat.S_IROTH:
+            yield f"{setting}: {file} can be read by every user: chmod o-r {file}"
 
 
 class Secrets:

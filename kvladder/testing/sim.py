@@ -60,6 +60,21 @@ def where(task: asyncio.Task[Any]) -> str:
     return f"{task.get_name()}: " + (" > ".join(places) or "not started")
 
 
+class SimTask(asyncio.Task[T]):
+    """A task whose hash is drawn from its loop's seed.
+
+    Tasks are kept in sets, by ``asyncio.TaskGroup`` too. Hashes made of addresses would have the
+    tasks of a set cancelled in another order in each run.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], drawn: int, **options: Any) -> None:
+        self._drawn = drawn
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self._drawn
+
+
 class SimLoop(VirtualLoop):
     """An event loop whose time jumps to the next timer as soon as nothing is ready.
 
@@ -71,11 +86,16 @@ class SimLoop(VirtualLoop):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = Random(seed)
+        self._hashes = Random(f"{seed} hashes")
         self._turns = 0
         self._turns_total = 0
         self._waiting: list[tuple[asyncio.Handle, object]] = []
         self._thread = threading.get_ident()
         super().__init__()
+        self.set_task_factory(self._make_task)
+
+    def _make_task(self, _: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
+        return SimTask(work, self._hashes.getrandbits(32), loop=self, **options)
 
     def run_forever(self) -> None:
         self._turns = self._turns_total = 0

@@ -150,6 +150,32 @@ BAD = {
 }
 
 
+def test_a_level_that_a_token_holder_attaches_is_logged_and_then_gets_blocks(
+    cache: CacheManager, file: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(cache, *range(8))
+    told = ask(folder / "kv.sock", {"command": "status"})["listens"]
+    port = next(int(one.rstrip("/").rpartition(":")[2]) for one in told if "://" in one)
+    theirs = COLD.format(folder).replace("name: cold", "name: theirs, when: commit")
+    body = json.dumps({"stack": file.read_text() + theirs})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+    with (
+        caplog.at_level("WARNING", "kvladder"),
+        closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as client,
+    ):
+        client.request("POST", "/change", body, headers)
+        assert client.getresponse().status == 200
+        until(lambda: len(caplog.records) == 2)
+    attached, changed = (record.getMessage() for record in caplog.records)
+    what = "levels were attached while serving, and may get all blocks: theirs (files)"
+    assert (attached, changed.partition(": ")[0]) == (what, "the stack changed while serving")
+    notices = ask(folder / "kv.sock", {"command": "status"})["notices"]
+    assert {"attached", "changed"} <= {notice["kind"] for notice in notices}
+    save(cache, *range(8, 16))
+    assert cache.stats()["theirs"]["blocks"] >= 8
+    assert TOKEN not in caplog.text
+
+
 @pytest.mark.parametrize("which", BAD)
 def test_a_wrong_stack_is_refused_as_at_a_start_and_changes_nothing(
     which: str, cache: CacheManager, file: Path, folder: Path

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from kvladder.connectors.transformers import GrowingCache, Prefixes
+from kvladder.connectors.transformers.growing import _take_over
 from kvladder.errors import ConfigError, LayoutError
 from tests.connectors.test_transformers import MODELS, make_model, prompts_of
 from tests.connectors.test_transformers_states import make_model as recurrent_model
@@ -257,6 +258,26 @@ def test_reordered_rows_know_their_common_tokens() -> None:
     assert cache.certain == len(prompt) - 2, "a row goes on from what all had in common"
     cache.reset()
     assert cache.certain == 0
+
+
+def test_rows_that_are_reordered_late_have_nothing_in_common() -> None:
+    model, (prompt,) = make_model(), prompts_of(1)
+    cache = GrowingCache(model.config)
+    with torch.inference_mode():
+        model(torch.tensor([prompt] * 3), past_key_values=cache)
+        model(torch.tensor([[1], [2], [3]]), past_key_values=cache)
+    assert cache.certain == len(prompt) + 1
+    cache.reorder_cache(torch.tensor([1, 0, 2]))
+    assert cache.certain == 0, "nothing says that they began alike"
+
+
+def test_rows_get_what_others_had_before_all_copies() -> None:
+    before = torch.arange(12.0).view(3, 1, 4, 1)
+    states, copies = before.clone(), [(0, 1, 2), (1, 2, 1), (2, 0, 0)]
+    _take_over(states, copies, 4)
+    for source, target, first in copies:
+        assert torch.equal(states[target, :, first:], before[source, :, first:])
+        assert torch.equal(states[target, :, :first], before[target, :, :first])
 
 
 @pytest.mark.parametrize("kind", [GrowingCache, DynamicCache])

@@ -430,6 +430,9 @@ def test_state_kept_beside_keys_and_values_comes_back(opened):
     [wrong] = pages_of(more, {"swa": keys[-2:]})
     wrong.host_indices = wrong.host_indices[:-1]
     assert storage.batch_get_v2([wrong]) == {"swa": [False, False]}
+    storage.batch_set_v2(pages_of(more, {"swa": [*keys[:3], keys[35]]}))  # 36 to 39 are there
+    found = storage.batch_exists_v2(keys, asked({"swa"}))
+    assert found.restorable_prefix_pages == [1, 2, 3, 38, 39, 40], "windows without a hole"
 
 
 @pytest.mark.slow

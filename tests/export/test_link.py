@@ -14,7 +14,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.children.pipe import Pipe, PipeState
 from kvladder.errors import TierError
 from kvladder.export.link import LISTENER, OFFERS, FarOffers, Serve
-from kvladder.export.offers import LOOKUP_MAX, Pinned
+from kvladder.export.offers import LOOKUP_MAX, Pinned, Surveyed
 from kvladder.tiers.label import Facts
 from tests.export.clients import keys_of
 from tests.kit.memory import writable_slots
@@ -54,6 +54,10 @@ class Recording:
 
     async def purge(self, session: int, salt: bytes | None) -> int:
         raise AttributeError("a fault of the cache")
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        self.calls.append((session, of, salt))
+        return Surveyed(keys_of(3), more=True)
 
     async def have(self, session: int, keys: list[bytes]) -> bytes:
         self.calls.append((session, keys))
@@ -124,10 +128,11 @@ async def test_calls_and_answers_keep_their_types() -> None:
         assert await far.grant(1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()]) == [5, -1]
         assert await far.hello(1, b"space", 7, "mine") == "b'space' 7 mine"
         await far.remove(1, keys_of(1))
+        assert await far.survey(1, 4, None) == Surveyed(keys_of(3), more=True)
         await far.gone(1)
         wanted = (1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()])
-        removed = (1, keys_of(1))
-        assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, removed, (1,)]
+        later = [(1, keys_of(1)), (1, 4, None), (1,)]
+        assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, *later]
 
 
 async def test_the_cache_receives_texts_and_counts() -> None:

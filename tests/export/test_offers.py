@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
+from kvladder.errors import TierError
 from kvladder.export.cache import own_salt
 from kvladder.export.offers import HAVE, LATER, REFUSED
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.testing.steps import Hold
+from kvladder.testing.steps import Fail, Hold
 from kvladder.tiers.label import Facts, told
 from kvladder.tiers.ladder.batched import ROOM_S
 from tests.export.clients import SIZE, SPACE, Client, engine, keys_of, payload, server
@@ -215,6 +216,52 @@ async def test_a_purge_removes_one_tenant_by_salt_and_a_whole_namespace_without(
         await offers.commit(1, one.op, [label])
         assert await one.has(salted + plain + keys_of(6)) == [False] * 6
         assert await two.has(salted) == [True] * 3
+
+
+async def test_a_survey_lists_a_clients_blocks_under_its_own_keys_from_every_level() -> None:
+    tier = FakeTier(store=FakeStore(), durable=True)
+    level = LevelSpec(tier, OffloadRule(when="commit"), 200)
+    async with server(level, slots=24) as (cache, offers):
+        one, two = Client(offers), Client(offers, 2, b"b" * 32)
+        await one.hello()
+        await two.hello()
+
+        async def listed(salt: bytes | None, of: int) -> list[bytes]:
+            found, more = list[bytes](), True
+            while more:
+                keys, more = await offers.survey(1, of, salt)
+                found += keys
+            assert len({*found}) == len(found)
+            return sorted(found)
+
+        salted, plain = keys_of(*range(70)), keys_of(*range(100, 108))
+        for start in range(0, 70, 5):  # more than host has room for
+            await one.put(salted[start : start + 5], Facts(salt=TENANT))
+            await cache.settle()
+        await one.put(plain)
+        await two.put(keys_of(5, 200), Facts(salt=TENANT))
+        await cache.settle()
+        assert len(cache.stack.host.index) < 70
+        assert await listed(TENANT, 1) == sorted(salted)
+        assert await listed(b"", 2) == sorted(plain)
+        assert await listed(b"no such!", 3) == []
+        assert await listed(None, 4) == sorted([*salted, *plain])
+        begun = await offers.survey(1, 5, None)
+        assert begun.more
+        await offers.remove(1, salted)
+        left = await offers.survey(1, 5, None)
+        assert {*left.keys} <= {*plain}, "what has gone since is left out"
+        for of in range(6, 12):
+            assert (await offers.survey(1, of, None)).keys
+        await one.put(salted[:5], Facts(salt=TENANT))
+        await cache.settle()
+        for start in range(300, 340, 5):
+            await two.put(keys_of(*range(start, start + 5)))
+            await cache.settle()
+        tier.script.append(Fail(on="get", times=None))
+        with pytest.raises(TierError, match="some blocks cannot be read now"):
+            await offers.survey(1, 12, TENANT)
+        tier.heal()
 
 
 async def test_a_servers_levels_honour_priority_and_expiry() -> None:

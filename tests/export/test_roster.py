@@ -25,7 +25,7 @@ from kvladder.tiers.nixl.roster import Entry, Roster, listed, require_url
 from kvladder.tiers.nixl.tier import NixlOptions
 from tests.export.test_served import BLOCKS, Engine, all_come, run
 from tests.kit.served import Server
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,8 +73,9 @@ class TestList:
         monkeypatch.setattr(module, "TTL_S", 0.2)
         await roster.announce("a", entry(), first=True)
         monkeypatch.undo()
-        while await roster.read():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while await roster.read():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert redis.run("HLEN", KEY) == 1
         await roster.announce("b", entry(), first=True)
         assert redis.run("HKEYS", KEY) == [b"b"], "and swept by who comes next"
@@ -88,6 +89,7 @@ class TestList:
         for _ in range(3):
             assert not await roster.announce("a", entry("first"))
             assert await roster.announce("a", entry("second"))
+        await roster.leave("a", "first")
         assert (await roster.read())["a"].run == "second"
         await roster.leave("a", "second")
         assert await roster.announce("a", entry("first")), "it is free again"

@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 import kvladder
+from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
-from kvladder.keys import KeyScheme
+from kvladder.keys import START, KeyScheme
 from kvladder.manager import CacheManager
 from kvladder.testing import TierTests
 from kvladder.tiers.isolated.tier import IsolatedTier
@@ -63,9 +64,9 @@ class Engine:
     def payload(self, key: bytes) -> bytes:
         return (hashlib.sha512(key).digest() * 1000)[: LAYOUT.block_bytes]
 
-    def save(self, first: int = 0) -> None:
+    def save(self, first: int = 0, **told: Any) -> None:
         keys = self.keys(first)
-        saving = self.cache.save(keys, salt=self._salt)
+        saving = self.cache.save(keys, salt=self._salt, **told)
         for index, slot in zip(saving.indices, saving.slots, strict=True):
             self.cache.arena.view(slot)[: LAYOUT.block_bytes] = self.payload(keys[index])
         saving.commit()
@@ -208,6 +209,50 @@ def test_a_tenant_is_purged_from_a_server_by_any_engine(tmp_path: Path) -> None:
             assert again.load() == []
         with Engine(server.level(), salt="blue") as again:
             assert again.load() == ["far"] * BLOCKS
+
+
+def test_a_prefix_is_purged_from_servers_where_only_they_know_its_blocks(tmp_path: Path) -> None:
+    """Restarted, an engine does not know what it put there; a server that is away owes it."""
+    settings: dict[str, Any] = {
+        "control": str(tmp_path / "kv.sock"),
+        "forget": {"path": str(tmp_path / "purges"), "key": "a key of these tests"},
+    }
+
+    def asked(command: str, **told: Any) -> Any:
+        sent = {"command": command, **told}
+        return ask(tmp_path / "kv.sock", sent, timeout_s=PATIENCE_S)
+
+    with Server(tmp_path / "one") as one, Server(tmp_path / "two", keys=one.keys) as two:
+        level = one.level(servers=[one.address, two.address])
+        with Engine(level, **settings) as engine:
+            engine.save(parent=START)
+            engine.save(100, parent=START)
+            prefix = [key.hex() for key in engine.keys()[:3]]
+            until(lambda: engine.stats()["stored"] == 2 * BLOCKS)
+        assert two.stats()["export"]["taken"] > 0, "both have some"
+        assert two.stop() == 0
+        two.again()
+        with Engine(level, **settings) as engine:
+            until(lambda: len(engine.load(100)) == BLOCKS)  # once it is connected to both
+            engine.forget()
+            one.stop()  # its blocks are in its files then
+            receipt = asked("purge", keys=prefix, wait_s=0.2)["receipt"]
+            _, far = receipt["levels"]
+            assert (far["state"], receipt["complete"]) == ("owed", False)
+            one.again()
+            path = tmp_path / "purges" / f"{receipt['id']}.json"
+            until(lambda: json.loads(path.read_text())["complete"])
+            receipt = json.loads(path.read_text())
+            _, far = receipt["levels"]
+            assert (far["state"], far["unknown"]) == ("done", 0)
+            assert 0 < far["blocks"] <= BLOCKS
+            assert not any("repeat the purge" in one for one in receipt["beyond"])
+            engine.forget()
+            assert engine.load() == []
+            assert engine.load(100), "it begins with another block"
+            found = asked("receipt", receipt=receipt)
+            assert [level["finding"] for level in found["levels"]] == ["clean", "clean"]
+        assert one.stop() == 0
 
 
 def test_an_engine_lets_others_read_its_blocks_and_write_none(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.fuzz import nixl, settings, stored, wires
+from tests.fuzz import control, nixl, settings, stored, wires
 from tests.fuzz.target import Target
 
 TARGETS: Mapping[str, Target] = {
@@ -12,6 +12,7 @@ TARGETS: Mapping[str, Target] = {
     **stored.TARGETS,
     **wires.TARGETS,
     **nixl.TARGETS,
+    **control.TARGETS,
 }
 
 
@@ -19,3 +20,4 @@ def close() -> None:
     """Close what inputs of a target share, such as a loop."""
     wires.close()
     nixl.close()
+    control.close()

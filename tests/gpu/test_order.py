@@ -145,6 +145,34 @@ TestOrderMachine: Any = pytest.mark.slow(OrderMachine.TestCase)
 TestOrderMachine.settings = profile(max_examples=200, stateful_step_count=40, deadline=None)
 
 
+def family() -> tuple[Nodes, NodeId, NodeId, EvictionOrder]:
+    """Return rows with a block and one that follows it, and an order of eviction."""
+    rows = Nodes()
+    first, second = rows.take(2)
+    rows.parent[first], rows.parent[second] = NOWHERE, first
+    rows.kids[NOWHERE] += 1
+    rows.kids[first] = 1
+    return rows, first, second, EvictionOrder(rows)
+
+
+def test_a_block_at_the_front_waits_for_the_one_that_follows_it() -> None:
+    _, first, second, order = family()
+    order.push([second])
+    order.push_front([first])
+    assert order.select(2) == [second, first]
+
+
+def test_a_selection_that_is_undone_counts_followers_again() -> None:
+    rows, first, second, order = family()
+    order.push([first, second])
+    for count in (1, 2):
+        victims = order.select(count)
+        assert victims == [second, first][:count]
+        order.unselect(victims)
+        assert rows.kids[first] == 1
+    assert order.select(2) == [second, first]
+
+
 def test_entries_that_are_out_of_date_stay_few() -> None:
     rows = Nodes()
     nodes, order, random = rows.take(300), EvictionOrder(rows), Random(7)

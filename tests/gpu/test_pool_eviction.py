@@ -61,6 +61,19 @@ def test_e3_a_cached_block_released_to_the_front_goes_next() -> None:
     assert [on_device(engine, range(s, s + 4)) for s in (0, 100, 200)] == [1, 1, 0]
 
 
+def test_e3_cached_blocks_released_to_the_front_go_in_the_order_of_their_release() -> None:
+    engine = Engine(8)
+    starts = (0, 100, 200)
+    for start in (300, *starts):
+        engine.run(range(start, start + 4))
+    slots = [slot for s in starts for slot in engine.pool.acquire(engine.keys(range(s, s + 4)))]
+    engine.pool.release(slots, front=True)
+    for gone in (1, 2, 3):
+        engine.pool.evict(1)
+        held = [on_device(engine, range(s, s + 4)) for s in (*starts, 300)]
+        assert held == [0] * gone + [1] * (4 - gone)
+
+
 def test_e4_blocks_released_as_b2_then_b1_leave_in_this_order_after_the_others() -> None:
     engine = Engine(8)
     [b1], [b2] = engine.pool.allocate(1), engine.pool.allocate(1)
@@ -263,6 +276,23 @@ def test_a_slot_that_is_being_offloaded_is_not_handed_out() -> None:
     for ticket in sorted(engine.host.flights):
         engine.host.complete(ticket)
     assert len(engine.pool.allocate(2)) == 2
+    engine.check()
+
+
+def test_slots_that_only_copies_hold_are_waited_for() -> None:
+    engine = Engine(4)
+    held = engine.pool.allocate(3)
+    engine.pool.copying(held[:2])
+    with pytest.raises(BlocksBusy):
+        engine.pool.allocate(3)
+    with pytest.raises(OutOfBlocks) as failure:  # one is held by a request
+        engine.pool.allocate(4)
+    assert type(failure.value) is OutOfBlocks
+    engine.pool.copies_ended(held[:2])
+    with pytest.raises(OutOfBlocks) as failure:
+        engine.pool.allocate(3)
+    assert type(failure.value) is OutOfBlocks
+    engine.pool.release(held)
     engine.check()
 
 

@@ -93,6 +93,16 @@ def test_slots_that_cannot_be_registered_are_never_handed_out(
     assert (engine.wrong, device.host_waits) == ([], [])
 
 
+def test_a_job_with_a_slot_whose_registration_was_refused_fails(start: Start) -> None:
+    engine = start(lbhnc, PlayedDevice(registered_max=2 * SLOT_BYTES), piece_bytes=SLOT_BYTES)
+    engine.forward(0.5, [], [(0, 0), (0, 1)])
+    engine.copier.submit(CopyJob(JobId(99), "offload", (0, 1), (Slot(1), Slot(2))))
+    engine.copier.fence([JobId(99)])
+    [finished] = engine.copier.poll()
+    assert finished.error == "slot 2 is not registered with the device; it has registered 2"
+    assert {"copy", "gather"}.isdisjoint(engine.device.calls)
+
+
 @pytest.mark.parametrize("direction", ["offload", "onboard"])
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
 def test_a_job_with_a_slot_that_is_not_registered_fails_and_the_host_does_not_wait(

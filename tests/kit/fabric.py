@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ from itertools import count
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
 from kvladder.export.exporter import Exporter
-from kvladder.export.offers import HAVE, REFUSED, Pinned
+from kvladder.export.offers import HAVE, REFUSED, Pinned, Surveyed
 from kvladder.keys import Namespace
 from kvladder.tiers.label import Facts, told
 from kvladder.tiers.nixl.line import Client
@@ -105,6 +105,7 @@ class FakeOffers:
         self.spaces: dict[int, bytes] = {}
         self.pins: dict[tuple[int, int], list[Slot]] = {}
         self.grants: dict[tuple[int, int], dict[int, tuple[bytes, Slot, int]]] = {}
+        self.surveys: dict[tuple[int, int], list[bytes]] = {}
         self.delay_s = 0.0
 
     async def _late(self) -> None:
@@ -193,6 +194,19 @@ class FakeOffers:
             if name.startswith(space) and (not salt or (said and said.facts.salt == salt)):
                 chosen.add(name)
         return self.forget(chosen)
+
+    async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:
+        await self._late()
+        listed = self.surveys.setdefault((session, of), [*self._listed(session, salt)])
+        part, self.surveys[session, of] = listed[:2], listed[2:]
+        return Surveyed(part, more=bool(listed[2:]))
+
+    def _listed(self, session: int, salt: bytes | None) -> Iterator[bytes]:
+        space = self.spaces[session]
+        for name, (_, _, label) in self.blocks.items():
+            said = told(label)
+            if name.startswith(space) and said and salt in {None, said.facts.salt}:
+                yield name[len(space) :]
 
     async def gone(self, session: int) -> None:
         for held in [op for number, op in self.pins if number == session]:

@@ -3,7 +3,8 @@
 ``python -m tests.kit.mutants [WORD...]`` tries the faults of ``tests/mutants`` and those of
 ``docs/contributing/seeds.yaml``, or only the ones with a word in their room, file or reason. It
 prints an outcome for each, and exits with 1 if any fault was not found. ``--changed BASE`` tries
-only faults in files that differ from a commit; ``--within S`` begins none after so many seconds.
+only faults in files that changed since a commit, the last changed first; ``--within S`` begins none
+after so many seconds.
 
 A fault is found if its test fails, is stuck, or computes for ``--limit`` seconds without an end.
 The limit is in seconds of the test's own processor time, so a busy machine changes no outcome.
@@ -125,24 +126,41 @@ def problems(fault: Fault) -> Iterator[str]:
             yield f"{file} has no {name}"
 
 
-def changed_since(base: str) -> set[str]:
-    """Return the files that differ from a commit, those that git does not know included."""
-    listed: list[str] = []
-    for command in (("diff", "--name-only", base, "--"), ("ls-files", "-o", "--exclude-standard")):
-        listed += subprocess.run(
-            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-    return {*listed}
+def changed_since(base: str) -> list[str]:
+    """Return the files that changed since a commit, the last changed first.
+
+    Those that are not committed, or that git does not know, come before all others.
+    """
+    listed: dict[str, None] = {}
+    for command in (
+        ("ls-files", "-o", "--exclude-standard"),
+        ("diff", "--name-only", "HEAD", "--"),
+        ("log", "--format=", "--name-only", f"{base}..HEAD"),
+    ):
+        listed |= dict.fromkeys(
+            subprocess.run(
+                ["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+        )
+    return [*listed]
 
 
-def chosen(faults: Sequence[Fault], words: Sequence[str], changed: set[str] | None) -> list[Fault]:
-    """Return the faults with one of the words, in files that changed; None stands for all."""
-    return [
+def chosen(
+    faults: Sequence[Fault], words: Sequence[str], changed: Sequence[str] | None
+) -> list[Fault]:
+    """Return the faults with one of the words, in files that changed; None stands for all.
+
+    They are in the order of these files.
+    """
+    found = [
         fault
         for fault in faults
-        if (changed is None or fault.file in changed)
-        and (not words or any(w in (fault.room, fault.file) or w in fault.why for w in words))
+        if not words or any(w in (fault.room, fault.file) or w in fault.why for w in words)
     ]
+    if changed is None:
+        return found
+    rank = {file: at for at, file in enumerate(changed)}
+    return sorted((one for one in found if one.file in rank), key=lambda one: rank[one.file])
 
 
 # ---- planting
@@ -299,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Try the faults of the command line; 1 if one was not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.mutants", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="a room, a file, words of a fault")
-    parser.add_argument("--changed", metavar="BASE", help="only in files that differ from a commit")
+    parser.add_argument("--changed", metavar="BASE", help="only in files changed since a commit")
     parser.add_argument("--within", type=float, default=1e9, metavar="S", help="begin none later")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="of each test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from tests.kit.source import ROOT
 FAULTS = [*mutants.of_rooms(), *mutants.of_seeds()]
 ROOMS = {
     "changing", "children", "codecs", "config", "connectors", "control", "export", "files",
-    "forgetting", "gpu", "hints", "ladder", "mooncake", "nixl", "object", "policy", "publishing",
-    "redis", "routing", mutants.SEEDS,
+    "forgetting", "gpu", "hints", "isolated", "ladder", "mooncake", "nixl", "object", "policy",
+    "publishing", "redis", "routing", "shadow", "threads", "traces", mutants.SEEDS,
 }  # fmt: skip
 KEYS = "tests/unit/test_keys.py::test_a_block_without_tokens_is_refused"
 LEAST = Fault("keys", "", "kvladder/keys.py", "if block_tokens < 1:", "if block_tokens < 0:", KEYS)
@@ -61,10 +62,29 @@ def test_faults_are_chosen_by_words_and_by_changed_files(monkeypatch: pytest.Mon
     assert (
         mutants.chosen(some, ["redis"], None) == mutants.chosen(some, ["lost"], None) == some[1:2]
     )
-    assert mutants.chosen(some, [], {"b.py", "c.py"}) == some[2:]
-    monkeypatch.setattr(mutants, "changed_since", lambda _: {"README.md"})
+    assert mutants.chosen(some, [], ["b.py", "c.py"]) == some[2:]
+    assert mutants.chosen(some, [], ["c.py", "b.py", LEAST.file]) == [some[2], *some[:2]]
+    monkeypatch.setattr(mutants, "changed_since", lambda _: ["README.md"])
     assert mutants.main(["--changed", "HEAD"]) == 0
     assert mutants.main(["no such word"]) == 2
+
+
+def test_files_that_changed_last_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        names = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True)
+
+    git("init", "-q")
+    for name in ("old", "first", "second", "later"):
+        (tmp_path / name).write_text(name)
+        git("add", name)
+        git("commit", "-q", "-m", name)
+    (tmp_path / "first").write_text("changed, and not committed")
+    (tmp_path / "unknown").write_text("new")
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    assert mutants.changed_since("HEAD~3") == ["unknown", "first", "later", "second"]
 
 
 @pytest.mark.slow

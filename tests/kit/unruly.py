@@ -7,14 +7,14 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.schema import Settings
 from kvladder.tiers.context import Progress, TierContext
-from kvladder.tiers.label import Read, Ref, Write
+from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write
 from kvladder.tiers.memory import MemoryTier
 
 LATE = 0x5C
@@ -112,6 +112,11 @@ class UnrulyTier(MemoryTier):
         if not salt:
             return super().spare(salt)
         return float(room) if order == "room" else 3.0
+
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
+        held = [RecoveredBlock(key, place) for place, key in enumerate(self._blocks)]
+        for start in range(0, len(held), 2):
+            yield held[start : start + 2]
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         del salt

@@ -289,7 +289,8 @@ class World:
                 if request.save is not None:
                     request.save.abort()
                 if not any(tier.shared for tier in self.tiers):  # others may find them usable
-                    self._removed(request.keys[: request.fetch.blocks])
+                    pairs = zip(request.keys, request.fetch.slots, strict=False)
+                    self._removed([key for key, slot in pairs if slot != NO_SLOT])
                 request.fetch.forget()
                 self.requests.remove(request)
 

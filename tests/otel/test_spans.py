@@ -23,6 +23,7 @@ from kvladder.otel.tracer import OtelTracer
 from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.testing.fakes import Delay, Fail, FakeTier, Hang
 from kvladder.testing.shared import SharedFakeTier
+from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.definition import LevelSettings
@@ -130,6 +131,8 @@ async def test_a_fetch_and_a_save_continue_the_request_that_the_headers_name() -
     }
     assert not spans.named("queue"), "no block waited"
     assert {span.status.status_code for span in spans.all} == {StatusCode.UNSET}
+    assert read.start_time is not None
+    assert EPOCH_S <= read.start_time / 1e9 < EPOCH_S + 60, "in the time of the day"
 
 
 async def test_unsampled_traces_have_no_span_and_a_request_without_headers_begins_one() -> None:

@@ -354,6 +354,18 @@ def test_the_blocks_that_wait_are_bounded(
     disk.released.set()
 
 
+def test_blocks_that_were_written_make_room_for_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch, closing: Callable[[Recording], Recording]
+) -> None:
+    monkeypatch.setattr(recording, "BLOCKS_MAX", 5)
+    one = closing(Recording(path))
+    counts = one.recorder.counts
+    for number in range(1, 6):
+        one.recorder.asked(keys(number, 100))
+        until(lambda: counts.requests + counts.dropped >= number)  # noqa: B023 - it ends here
+    assert counts.dropped == 0
+
+
 def test_a_disk_that_hangs_does_not_hold_up_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

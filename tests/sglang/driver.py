@@ -30,11 +30,13 @@ def answer(found: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of SGLang's answer that tests use."""
     meta = found["meta_info"]
     details = meta.get("cached_tokens_details") or {}
+    told = json.loads(details.get("kvladder", "{}"))
     return {
         "ids": found["output_ids"],
         "cached": meta.get("cached_tokens", 0),  # none of a request that was given up
         "storage": details.get("storage", 0),
-        "hints": json.loads(details.get("kvladder", "{}")).get("hints", []),
+        "hints": told.pop("hints", []),
+        "told": told,
         "reason": (meta.get("finish_reason") or {}).get("type"),
     }
 

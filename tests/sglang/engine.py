@@ -10,10 +10,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -146,6 +147,8 @@ class Answer(NamedTuple):
     reason: str | None
     hints: Sequence[dict[str, Any]] = ()
     """The outcomes of its hints."""
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What kvladder tells of a prompt with hints, in ``cached_tokens_details``."""
 
 
 class Engine:

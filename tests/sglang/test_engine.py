@@ -29,6 +29,16 @@ def whole(tokens: int) -> int:
     return (tokens - 1) // PAGE * PAGE
 
 
+def with_bucket(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Add a level that other engines read, for pages of high priority."""
+    folder.mkdir()
+    bucket = {
+        "name": "shared", "type": "object", "url": folder.as_uri(), "capacity": "64 MiB",
+        "min_priority": 90,
+    }  # fmt: skip
+    return settings | {"tiers": [*settings["tiers"], bucket]}
+
+
 HASTY = {"timeout": "2 s", "breaker": {"failures": 2, "retry": "1 s", "retry_max": "2 s"}}
 """The level's settings where it hangs."""
 
@@ -102,31 +112,53 @@ def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
 
 
 def obey_hints(engine: Engine) -> None:
-    """Each verb moves or ranks pages, and has its outcome in the answer; tokens stay the same."""
-    before = engine.stats()["kept"]["blocks"]
+    """Each verb moves or ranks pages, has its outcome in the answer, and changes no token.
+
+    Answers tell where the pages of a prompt came from, and thereby what the verbs did.
+    """
+    before, named = engine.stats()["kept"]["blocks"], {"tokens": prompt(40, SHORT)}
+    pages, own = whole(SHORT) // PAGE, {"do": "prefetch"}
 
     def hinted(message: str, *actions: dict[str, Any]) -> list[tuple[str, int]]:
         found = engine.generate(41, 65, kv_hints=hint_envelope(*actions, message=message))
         return [(one["outcome"], one["blocks"]) for one in found.hints]
 
-    pin = hint_envelope({"do": "pin", "ttl_s": 600}, message="1")
+    def comes_from(level: str, message: str) -> None:
+        found = engine.again(40, SHORT, kv_hints=hint_envelope(own, message=message))
+        assert (found.ids, found.storage) == (pinned.ids, whole(SHORT))
+        assert found.told["served_from"] == {level: whole(SHORT)}, found.told
+        assert (found.told["served_tokens"], found.told["missed"]) == (whole(SHORT), [])
+        assert found.told["waited_s"] > 0
+
+    pin = hint_envelope({"do": "pin", "ttl_s": 600}, message="pin")
     pinned = engine.generate(40, SHORT, kv_hints=pin)
     assert [one["outcome"] for one in pinned.hints] == ["accepted"]
-    engine.stored("kept", before + 11)
-    named = {"tokens": prompt(40, SHORT)}
+    (missed,) = pinned.told["missed"]
+    assert missed == {"reason": "never_seen", "level": None, "tokens": whole(SHORT)}
+    engine.stored("kept", before + 11)  # which takes no page of lower priority
+    held = engine.generate(40, SHORT, kv_hints=hint_envelope(own, message="held"))
+    assert (held.told["engine_tokens"], held.told["served_from"]) == (whole(SHORT), {})
+    comes_from("host", "pinned")
+
+    assert hinted("share", {"do": "share", **named}) == [("accepted", pages)]
+    engine.stored("shared", pages)
     assert hinted(
-        "2",
-        {"do": "retain", "priority": 60, "ttl_s": 600, **named},
+        "retain",
+        {"do": "retain", "priority": 40, "ttl_s": 600, **named},
         {"do": "demote", "to": "nvme", **named},
-        {"do": "share", **named},
+        {"do": "share", "to": "kept", **named},
         {"do": "prefetch", **named, "salt": "another's"},
         {"do": "fly"},
-    ) == [("accepted", 10), ("accepted", 10), ("rejected", 0), ("rejected", 0), ("rejected", 0)]
-    assert hinted("3", {"do": "prefetch", **named}) == [("accepted", 10)]
+    ) == [("accepted", pages), ("accepted", pages), *3 * [("rejected", 0)]]
+    engine.stored("kept", before + 11 - pages)
+    comes_from("nvme", "demoted")
+    assert hinted("again", {"do": "demote", "to": "nvme", **named}) == [("accepted", pages)]
+    assert hinted("up", {"do": "prefetch", **named}) == [("accepted", pages)]
     until(lambda: engine.stats()["hints"]["in_flight"] == 0)
-    served(engine, 40, SHORT, pinned)
-    assert hinted("4", {"do": "demote", "to": "out", **named}) == [("accepted", 10)]
-    assert engine.again(40, SHORT) == pinned._replace(hints=[])
+    comes_from("host", "fetched")
+    assert hinted("out", {"do": "demote", "to": "out", **named}) == [("accepted", pages)]
+    comes_from("shared", "shared")
+    engine.stored("shared", pages)
 
 
 def many_at_once(engine: Engine, long: Answer) -> None:
@@ -321,7 +353,8 @@ def test_an_engine_serves_through_its_whole_life(
 
     flip_a_bit(folder, 20)
     small = {"max_total_tokens": 4096, "hicache_ratio": 1.5}
-    engine = serve(models[0], stack(folder), **small, **adapters)
+    settings = with_bucket(stack(folder), folder / "bucket")
+    engine = serve(models[0], settings, **small, **adapters)
     find_and_mend(engine, known)
     obey_hints(engine)
     small_pools(engine, known)

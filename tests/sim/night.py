@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
@@ -25,6 +25,8 @@ from tests.sim.fleet.plan import STEPS, Failed, Step, command, drawn, fails, run
 
 AGAIN = 100
 FAILURES_MAX = 10
+SHRINK_S = 60.0
+"""Processor seconds after which a failure is told with the fewest steps found so far."""
 
 
 @dataclass
@@ -80,12 +82,23 @@ def shrink(seed: int, steps: list[Step], failure: Failed) -> str:
     """Return the command that repeats a failure with as few steps as were found."""
     kind = str(failure.__cause__)
     tried = steps[: failure.at + 1]
+    until_s = time.process_time() + SHRINK_S
 
     def same(some: object) -> bool:
+        if time.process_time() > until_s:
+            return False
         found = fails(seed, some)  # type: ignore[arg-type]
         return found is not None and str(found.__cause__) == kind
 
     return command(seed, len(steps), shrunk(tried, same, tries=200))
+
+
+def twice(seed: int, steps: Sequence[Step]) -> Fleet:
+    """Run a world two times; raise ``Failed`` if the second run does something else."""
+    fleet = run(seed, steps)
+    if run(seed, steps).trace != fleet.trace:
+        raise Failed(AssertionError("the same seed did something else"), len(steps), ())
+    return fleet
 
 
 def worlds(
@@ -98,13 +111,12 @@ def worlds(
         plan = drawn(seed, steps)
         chosen = plan if only is None else [plan[index] for index in only]
         try:
-            fleet = run(seed, chosen)
-            if seed % AGAIN == 0:
-                assert run(seed, chosen).trace == fleet.trace, "the same seed did something else"
+            fleet = twice(seed, chosen) if seed % AGAIN == 0 else run(seed, chosen)
         except Failed as failure:
             print(f"seed {seed} failed: {failure}", *failure.trace, sep="\n  ", flush=True)
             again = command(seed, steps, only or range(len(plan)))
-            if only is None:
+            if only is None and failure.__cause__ is not None:
+                print(f"all of its steps: {again}", flush=True)
                 again = shrink(seed, plan, failure)
             print(f"repeat it: {again}", flush=True)
             tally.failed.append(again)
@@ -135,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1_000_000, help="stop after this many")
     parser.add_argument("--worlds", type=int, help="stop after this many")
-    parser.add_argument("--minutes", type=float, help="stop after this time")
+    parser.add_argument("--minutes", type=float, help="begin no world after this time")
     parser.add_argument("--seed", type=int, default=1, help="of the first world")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each world")
     parser.add_argument("--only", help="indices of the steps to take, with commas between")

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.sim import night
 from tests.sim.fleet.engine import Engine
 from tests.sim.fleet.faults import FAULTS
+from tests.sim.fleet.loop import FleetLoop, Process
 from tests.sim.fleet.plan import Failed, Step, command, drawn, run, shrunk
 from tests.sim.test_determinism import printed
 
@@ -27,12 +30,49 @@ for seed in map(int, sys.argv[1:]):
 """
 
 
+def test_a_process_that_dies_begins_nothing_more() -> None:
+    for seed in range(40):
+        loop = FleetLoop(seed)
+        process, ran = Process("engine0", loop), list[int]()
+
+        async def work(number: int, ran: list[int] = ran) -> None:
+            ran.append(number)
+            await asyncio.sleep(5.0)
+
+        def begin(number: int, work: Any = work, loop: FleetLoop = loop) -> None:
+            loop.create_task(work(number))
+
+        process.run(begin, 0)
+        for number in range(1, 4):
+            process.post(begin, number)
+        process.die()
+        loop.run_until_complete(asyncio.sleep(1.0))
+        assert process.is_over
+        assert not asyncio.all_tasks(loop), f"seed {seed}"
+        loop.close()
+
+
 @pytest.mark.slow
 def test_fleets_hold_under_every_kind_of_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert night.main(["--worlds", str(FLEETS), "--seed", "1"]) == 0
     table = capsys.readouterr().out
     assert "Worlds that failed: 0." in table
     assert table.count("\n| ") >= len(FAULTS)
+
+
+POWER = [41, 67, 72, 73, 75, 77, 78, 79, 83]
+TWICE = [
+    *(0, 1, 2, 8, 12, 14, 18, 19, 23, 27, 29, 30, 31, 39, 40, 43, 45, 54, 57, 60, 61, 62, 66, 67),
+    *(68, 70, 74, 76, 77, 82, 83, 88, 93, 98, 103),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "only"), [(1000650, POWER), (1000696, TWICE)])
+def test_worlds_that_failed_hold(seed: int, only: list[int]) -> None:
+    """Power that fails while all faults end; a write whose second copy comes after its end."""
+    plan = drawn(seed)
+    run(seed, [plan[index] for index in only])
 
 
 @pytest.mark.slow
@@ -64,6 +104,41 @@ def test_a_failing_plan_is_shrunk_to_the_steps_that_matter() -> None:
     assert command(5, 50, [7, 20, 33]) == (
         "python -m tests.sim.night --seed 5 --steps 50 --worlds 1 --only 7,20,33"
     )
+
+
+def test_a_night_ends_soon_though_failures_are_slow_to_shrink(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def run(seed: int, steps: Sequence[Step]) -> None:
+        ran.append(seed)
+        raise Failed(ValueError("broken"), 50, ()) from ValueError("broken")
+
+    monkeypatch.setattr(night, "run", run)
+    monkeypatch.setattr(night, "fails", lambda *_: ran.append(0))
+    monkeypatch.setattr(night, "SHRINK_S", -1.0)
+    assert night.main(["--worlds", "2", "--seed", "7"]) == 1
+    assert ran == [7, 8], "a world was tried to shrink one after the time for it"
+    said = capsys.readouterr().out
+    for seed in ran:
+        again = command(seed, 120, range(120))
+        assert f"\nrepeat it: {again}" in said
+    assert "Worlds that failed: 2." in said
+
+
+def test_a_world_that_differs_from_itself_has_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Differs:
+        def __init__(self) -> None:
+            self.trace = [object()]
+
+    monkeypatch.setattr(night, "run", lambda *_: Differs())
+    assert night.main(["--worlds", "1", "--seed", "100"]) == 1
+    said = capsys.readouterr().out
+    assert "the same seed did something else" in said
+    assert "Worlds that failed: 1." in said
 
 
 @pytest.mark.slow

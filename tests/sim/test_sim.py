@@ -114,6 +114,33 @@ def test_seeds_explore_different_orders() -> None:
     assert {(0, 1, 2), (2, 1, 0), (1, 0, 2)} <= starts
 
 
+def test_sets_of_tasks_have_the_same_order_in_each_run() -> None:
+    async def cancelled() -> list[int]:
+        ended: list[int] = []
+
+        async def work(number: int) -> None:
+            try:
+                await asyncio.sleep(100.0)
+            finally:
+                ended.append(number)
+
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                for number in range(8):
+                    group.create_task(work(number))
+                await asyncio.sleep(1.0)
+                raise ValueError
+        return ended
+
+    kept: list[object] = []  # so that addresses differ from run to run
+    runs: list[list[int]] = []
+    for _ in range(20):
+        runs.append(sim_run(cancelled(), 5))
+        kept.append(bytearray(1000))
+    assert {*map(tuple, runs)} == {tuple(runs[0])}
+    assert sorted(runs[0]) == [*range(8)]
+
+
 def test_callbacks_of_one_future_keep_their_order() -> None:
     async def wait() -> list[int]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

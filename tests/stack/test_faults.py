@@ -13,6 +13,7 @@ from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang,
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.label import Read
 from kvladder.tiers.ladder.definition import LevelSettings
+from kvladder.tiers.ladder.loading import waiting
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 
@@ -293,6 +294,39 @@ async def test_a_load_larger_than_the_arena_does_not_wait_for_the_rest() -> None
         before = asyncio.get_running_loop().time()
         assert await cache.load(cache.keys(*range(12)), deadline_s=100.0) == ["level1"] * 4
         assert asyncio.get_running_loop().time() - before < 1.0
+
+
+async def test_no_more_blocks_wait_for_room_than_there_are_slots() -> None:
+    one, other, reading = tuple(range(8)), tuple(range(20, 28)), Hold(on="get")
+    tier = FakeTier([reading], store=await flushed(one, other), durable=True)
+    async with cache_of(LevelSpec(tier), slots=4) as cache:
+        fetches = [cache.manager.fetch(cache.keys(*path), deadline_s=9.0) for path in (one, other)]
+        await reading.reached()
+        assert len(cache.stack.loader._queue) == cache.arena.slots
+        reading.let_go()
+        await asyncio.sleep(10.0)
+        for fetch in fetches:
+            fetch.release()
+
+
+async def test_blocks_that_wait_while_nothing_can_make_room_are_all_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "BATCH", 1)
+    held, *wanted = tuple(range(4)), (20, 21), (30, 31)
+    tier = FakeTier(store=await flushed(held, *wanted), durable=True)
+    async with cache_of(LevelSpec(tier), slots=4) as cache:
+        first = cache.manager.fetch(cache.keys(*held), deadline_s=9.0)
+        await asyncio.sleep(1.0)
+        assert first.done
+        assert first.blocks == 4
+        before = asyncio.get_running_loop().time()
+        others = [cache.manager.fetch(cache.keys(*one), deadline_s=100.0) for one in wanted]
+        while not all(one.done for one in others):  # noqa: ASYNC110 - as an engine does
+            await asyncio.sleep(0.1)
+        assert asyncio.get_running_loop().time() - before < 5.0
+        for one in (first, *others):
+            one.release()
 
 
 async def test_back_pressure_drops_the_least_valuable_first() -> None:

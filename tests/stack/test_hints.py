@@ -16,9 +16,10 @@ from kvladder.hints.executor import MESSAGES_MAX, PREFETCHES_MAX, WAITING_MAX, O
 from kvladder.hints.protocol import ACTIONS_MAX
 from kvladder.hints.requests import begin
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
-from kvladder.policy.tenants import Limits
+from kvladder.policy.tenants import Limits, Shares
 from kvladder.testing.engines.hinted import hint_envelope
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
@@ -100,6 +101,50 @@ async def test_a_pin_is_clipped_to_the_operators_limits(told: Told) -> None:
     told.cache.save(PROMPT[:2])
     result = told.tell(do="pin", keys=hex_of(PROMPT[:2]), ttl_s=3600)
     assert result == ("a0", "clipped", "priority 95 for 60 s", 2)
+
+
+async def test_a_pin_beyond_the_part_of_raised_blocks_keeps_the_prompts_head_and_says_so() -> None:
+    async with cache_of(slots=16, shares=Shares(raised=8, raised_tenant=4)) as cache:
+        told, index = Told(cache), cache.stack.host.index
+        cache.save(PROMPT, salt=SALT)
+        found = told.tell(OwnRequest(PROMPT, SALT), do="pin", ttl_s=30)
+        assert (found.outcome, found.blocks) == ("clipped", 6)
+        assert found.why.startswith("2 blocks beyond the part that limits.raised")
+        assert [index.priority(index.place(key) or 0) for key in PROMPT] == [100] * 4 + [35] * 2
+        assert told.tell(OwnRequest(PROMPT[:4], SALT), do="pin", ttl_s=30).outcome == "accepted"
+        cache.save(OTHER[:2], salt=SALT)
+        assert told.tell(OwnRequest(OTHER[:2], SALT), do="pin", ttl_s=30).outcome == "accepted"
+        ranks = [index.priority(index.place(key) or 0) for key in [*PROMPT, *OTHER[:2]]]
+        assert ranks == [100] * 2 + [35] * 4 + [100] * 2, "what was pinned last stays"
+        cache.manager.check()
+
+
+async def test_a_prefix_that_is_pinned_is_given_up_from_its_end() -> None:
+    async with cache_of(LevelSpec(FakeTier()), slots=8, reserve_blocks=2) as cache:
+        told = Told(cache)
+        for keys in (PROMPT[:4], OTHER[:3]):
+            cache.save(keys, salt=SALT)
+            assert told.tell(OwnRequest(keys, SALT), do="pin", ttl_s=30).outcome == "accepted"
+            await cache.settle()
+        cache.save(SimCache.keys(21, 22, 23), salt=SALT, priorities=[100] * 3)
+        await cache.settle()
+        host = [where == "host" for where in told.where(PROMPT[:4])]
+        assert host == sorted(host, reverse=True)
+        assert host[0]
+        assert not all(host)
+
+
+async def test_a_pin_of_many_blocks_is_done_in_steps_with_the_same_outcome() -> None:
+    long = SimCache.keys(*range(2 * STEP + 5))
+    async with cache_of(slots=256, shares=Shares(raised=100)) as cache:
+        told, index = Told(cache), cache.stack.host.index
+        cache.save(long, salt=SALT)
+        found = told.tell(OwnRequest([*long, *OTHER], SALT), do="pin", ttl_s=30)
+        assert (found.outcome, found.blocks) == ("clipped", len(long))
+        assert found.why.startswith(f"{len(long) - 100} blocks beyond")
+        ranks = [index.priority(index.place(key) or 0) for key in long]
+        assert ranks == [100] * 100 + [35] * (len(long) - 100)
+        cache.manager.check()
 
 
 async def test_retained_blocks_get_the_priority_that_is_asked_for(told: Told) -> None:
@@ -281,6 +326,19 @@ async def test_the_loop_ends_fetches_and_late_orders_by_itself(told: Told) -> No
     await asyncio.sleep(2)
     assert told.hints.counts()["in_flight"] == 0
     assert told.where(PROMPT[4:]) == ["level1"] * 2
+
+
+@pytest.mark.parametrize("salt", ["", "another tenant"])
+async def test_no_verb_tells_of_a_session_of_another_salt(told: Told, salt: str) -> None:
+    told.cache.save(PROMPT, salt=SALT, session="chat")
+    told.cache.manager.sessions.use("chat", [PROMPT], SALT)
+    own, other = OwnRequest(PROMPT, SALT), OwnRequest(OTHER, salt)
+    assert told.tell(own, do="prefetch", session="chat").blocks == len(PROMPT)
+    for action in ({"do": "prefetch"}, {"do": "pin", "ttl_s": 5}, {"do": "demote"}):
+        unknown = told.tell(other, session="no such chat", **action)
+        assert told.tell(other, session="chat", **action) == unknown
+        assert unknown.outcome == "missing"
+    assert told.tell(do="prefetch", session="chat", salt=salt).outcome == "missing"
 
 
 async def test_a_session_names_the_blocks_of_its_last_request(told: Told) -> None:

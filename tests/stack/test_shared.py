@@ -213,6 +213,22 @@ async def test_an_answer_that_cannot_be_indexed_is_dropped_and_the_next_one_work
         assert cache.manager.stats()["host"]["task_failures"] == 1
 
 
+async def test_those_who_wait_for_the_answer_to_anothers_question_learn_that_it_failed() -> None:
+    tier = SharedFakeTier([Delay(0.5, on="contains")])
+    async with cache_of(LevelSpec(tier)) as cache:
+
+        def broken(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        cache.levels[0].adopt = broken  # type: ignore[method-assign, assignment]
+        keys = put_by_others(tier, 1, 2)
+        fetches = [cache.manager.fetch(keys, deadline_s=60.0) for _ in range(2)]
+        await asyncio.sleep(2)
+        assert [fetch.done for fetch in fetches] == [True, True]
+        for fetch in fetches:
+            fetch.release()
+
+
 async def test_probes_begin_and_end_with_the_lock_held() -> None:
     """The engine's thread looks through them when it removes blocks."""
 

@@ -73,6 +73,7 @@ async def test_a_level_below_keeps_a_quota_without_evicting_other_salts() -> Non
     assert all(key in below for key in keys(1, 4))
     assert below.spare(cache.manager._digest("greedy")) == 0
     assert len(below) == 8
+    assert all(key in below for key in keys(7, 3)), "its earlier blocks made no room for these"
     await cache.aclose()
 
 

@@ -7,13 +7,15 @@ import errno
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
-from kvladder.testing.fixtures import SampleBlocks
+from kvladder.testing.fixtures import SampleBlocks, coded
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.context import TierContext
+from kvladder.tiers.files import segments
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
@@ -214,6 +216,39 @@ async def test_an_unreadable_block_does_not_take_its_neighbours_with_it(
     with pytest.raises(TierError, match="bad sector") as caught:
         await tier.get(blocks.reads(items))
     assert caught.value.temporary
+
+
+class OneThread(Machine):
+    """A machine whose tiers write all of a batch in one call, if it may."""
+
+    def wrap(self, tier: FilesTier) -> FilesTier:
+        tier.options = msgspec.structs.replace(tier.options, threads=1)
+        return tier
+
+
+async def test_a_batch_over_several_segments_stays_within_each(disk: FakeDisk) -> None:
+    machine = OneThread(disk)
+    tier, _ = await machine.open()
+    await machine.put(tier, *((n, n) for n in range(1, CAPACITY)))
+    files = machine.disk.files().items()
+    sizes = [size for path, size in files if path.startswith(f"{machine.home}/seg-")]
+    assert sorted(sizes) == [2 * STRIDE, 3 * STRIDE, 3 * STRIDE]
+    for number in range(1, CAPACITY):  # alone, so that no run goes over an end
+        assert await machine.get(tier, [(key(number), number)]) == [True]
+    await tier.aclose()
+    machine.close()
+
+
+async def test_a_whole_block_takes_the_place_of_a_shorter_one(
+    bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SKIP_BYTES", 4096)
+    tier, _ = bad
+    items = blocks.some(0, 1, 2)
+    for these in ([coded(one, 10) for one in items], items):
+        await blocks.store(tier, these)
+        assert await blocks.get(tier, these) == [True] * 3
+        assert all(map(blocks.right, these))
 
 
 async def test_a_failed_write_is_not_reported_as_stored(

@@ -118,6 +118,25 @@ async def test_a_hanging_job_delays_no_other_once_it_is_abandoned(pool: Blocking
     assert order == ["served"] * 3
 
 
+async def test_the_thread_of_an_abandoned_job_serves_no_other(pool: BlockingPool) -> None:
+    gate, first, second = Gate(), Gate(), Gate()
+    stuck = asyncio.create_task(pool.run_all([gate]))
+    await gate.wait()
+    stuck.cancel()
+    await pool.run_all([Note([], "served")])
+    gate.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stuck
+    jobs = [asyncio.create_task(pool.run_all([one])) for one in (first, second)]
+    await first.wait()
+    await asyncio.sleep(0.05)
+    both = second.began.is_set()
+    for one in (first, second):
+        one.go.set()
+    await asyncio.gather(*jobs)
+    assert not both, "there is one thread again"
+
+
 @pytest.mark.parametrize("kind", [BlockingPool, BufferedPool])
 async def test_the_last_call_comes_after_all_jobs(kind: type[BlockingPool]) -> None:
     pool, gate, order = kind(1, "kvladder-test"), Gate(), list[str]()

@@ -197,6 +197,13 @@ class TestFaults(TierFixtures):
         assert await tier.put(blocks.writes(items)) == [True, True, False]
         assert await blocks.contains(tier, items) == [True, True, False]
 
+    async def test_a_recovery_begins_anew_if_the_one_before_was_left(self, tier, blocks):
+        saved = await blocks.put(tier, *range(4))
+        first = await anext(tier.recover())
+        assert len(first) == 2, "it recovers two blocks at a time"
+        found = [one.key async for batch in tier.recover() for one in batch]
+        assert sorted(found) == sorted(block.key for block in saved)
+
     async def test_the_spare_room_of_a_full_salt_is_asked_for_again(self, tier, blocks, order):
         salts = b"12345678", b"abcdefgh"
         order.write_text("room 0")

@@ -143,6 +143,8 @@ async def test_a_client_that_may_only_read_changes_nothing_even_if_it_lies(monke
         assert await reader.put(1) == [False]
         await reader.line.here.remove([reader.key(0)])
         assert await reader.line.here.purge(None) == 0
+        with pytest.raises(TierError, match="may not list"):
+            await anext(reader.line.here.survey(None))
         assert await reader.get(0, 1) == [True, False]
         assert await near.have(0, 1) == [1, 0]
         await reader.aclose()
@@ -429,6 +431,7 @@ REQUESTS = st.one_of(
     st.builds(m.Abort, OPS, OPS),
     st.builds(m.Remove, OPS, KEYS),
     st.builds(m.Purge, OPS, st.none() | st.binary(max_size=9)),
+    st.builds(m.Survey, OPS, st.none() | st.binary(max_size=9), OPS),
     st.builds(
         m.Hello,
         OPS,

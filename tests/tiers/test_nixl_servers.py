@@ -198,6 +198,20 @@ class TestOwners(Fabrics):
         assert await tier.contains([]) == []
         await tier.aclose()
 
+    async def test_a_survey_needs_every_server_and_one_that_can_list(self, tier, fabrics, blocks):
+        async def found():
+            return sorted([key async for batch in tier.survey(None) for key in batch])
+
+        keys = await blocks.put(tier, *range(6))
+        assert await found() == sorted(ref.key for ref in keys)
+        [line, *_] = tier._servers
+        line.here.surveys = False
+        with pytest.raises(TierError, match="older version"):
+            await found()
+        line.here.fail(TierError("gone"))
+        with pytest.raises(TierError):
+            await found()
+
     async def test_a_purge_that_a_server_fails_is_an_error(self, tier, blocks):
         await blocks.put(tier, *range(8))
         progress = list[tuple[int, int]]()

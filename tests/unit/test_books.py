@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
+from math import inf
 from random import Random
 
 import pytest
@@ -153,3 +154,30 @@ def test_deadlines_of_removed_blocks_are_dropped_a_few_at_a_time(monkeypatch) ->
     assert ends.next_s <= 10.0 + 3_000
     assert ends.due(1e5) == [*held]
     ends.check(())
+
+
+def test_times_that_are_put_off_add_no_entries_and_come_once() -> None:
+    ends, draw = Deadlines(), Random(5)
+    model: dict[int, float] = {}
+    for number in range(5_000):
+        place, now_s = draw.randrange(50), number / 10
+        if place in model and draw.random() < 0.7:
+            at_s = model[place] + draw.choice([0.0, 1.0, 40.0])  # put off, or as before
+        else:
+            at_s = now_s + draw.choice([5.0, 60.0, inf])
+        ends.put(place, at_s)
+        model[place] = at_s
+        if draw.random() < 0.1:
+            ends.drop(place)
+            del model[place]
+        due = ends.due(now_s)
+        assert sorted(due) == sorted(place for place, at_s in model.items() if at_s <= now_s)
+        for place in due:
+            del model[place]
+        assert ends.next_s <= min(model.values(), default=inf)
+        assert [ends.get(place) for place in range(50)] == [model.get(p, inf) for p in range(50)]
+        ends.check(range(50))
+    pinned = Deadlines()
+    for number in range(10_000):
+        pinned.put(number % 10, 10.0 + number)
+    assert len(pinned._heap) == 10

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from kvladder.control.hints import HINTS_BYTES_MAX, Allowance
 from kvladder.control.http import REQUEST_BYTES_MAX
 from kvladder.hints import HintExecutor
 from kvladder.keys import KeyScheme
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.unit.test_http_port import BEARER, JSON, LAYOUT, TOKEN, port_of, save, sent, settings
 
 pytestmark = pytest.mark.slow
@@ -71,6 +73,24 @@ def test_each_verb_is_obeyed_without_a_request(cache, port):
     assert one(port, "demote", "6", to="out", **named) == done
     assert cache.lookup(keys).total == 0
     assert cache.stats()["hints"]["demote"] == {"accepted": 2}
+
+
+def test_outcomes_are_in_the_stream_of_events(cache, port):
+    keys = save(cache, range(3), salt="red")
+    with closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as client:
+        client.request("GET", "/events")
+        events = client.getresponse()
+
+        def told() -> dict[str, Any]:
+            (line, _) = events.readline(), events.readline()
+            return dict(json.loads(line.removeprefix(b"data: "))["stats"].get("hints", {}))
+
+        assert told() == {}, "none came yet"
+        one(port, "pin", "1", ttl_s=60, keys=hexed(keys), salt="red")
+        one(port, "pin", "2", ttl_s=60, keys=hexed(keys), salt="blue")
+        one(port, "fly", "3")
+        expected = {"pin": {"accepted": 1, "missing": 1}, "unknown": {"rejected": 1}}
+        until(lambda: told() == expected | {"in_flight": 0})
 
 
 def test_more_fetches_than_may_be_in_flight_begin_without_an_engine(cache, port):

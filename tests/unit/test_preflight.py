@@ -233,3 +233,21 @@ def test_a_start_does_not_wait_for_a_silent_tier(tmp_path, caplog, monkeypatch, 
     said = warned(caplog, {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, unruly]})
     assert ("tiers[1]: it may be late" in said) == (order == "")
     assert any("it is open" in text for text in said)
+
+
+@pytest.mark.parametrize(("mode", "is_exposed"), [(0o600, 0), (0o640, 0), (0o440, 0), (0o644, 1)])
+def test_secrets_that_every_user_can_read_are_reported(tmp_path, caplog, mode, is_exposed):
+    for name in ("token", "key"):
+        (tmp_path / name).write_text("0123456789abcdef0123456789abcdef")
+        (tmp_path / name).chmod(mode)
+    http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token")}
+    forget = {"path": str(tmp_path / "purges"), "key_file": str(tmp_path / "key")}
+    stack = config(http=http, forget=forget)
+    expected = [
+        f"{setting}: {tmp_path / name} can be read by every user: chmod o-r {tmp_path / name}"
+        for setting, name in (("http.token_file", "token"), ("forget.key_file", "key"))
+    ] * is_exposed
+    assert preflight(stack).warnings == expected
+    with caplog.at_level(logging.WARNING, "kvladder"):
+        module.warn_at_start(stack)
+    assert [record.message for record in caplog.records] == expected

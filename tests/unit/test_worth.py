@@ -127,6 +127,13 @@ def test_blocks_slower_to_load_than_to_compute_are_left_out() -> None:
     assert choose(*mixed, end=9, behind_s=1.0) == 9, "until then the engine is busy"
 
 
+def test_a_fetch_must_save_a_fifth_of_the_time_of_computing() -> None:
+    assert choose(LevelRun(0, 8, measured((8, 0.63))), end=8) == 8
+    assert choose(LevelRun(0, 8, measured((8, 0.65))), end=8) == 0
+    estimate = CostEstimate(0.1, 0.0, whole=False)
+    assert [estimate.worth(8, seconds) for seconds in (0.63, 0.65, 0.81)] == [True, False, False]
+
+
 def test_with_many_alternating_levels_not_every_end_is_examined() -> None:
     paces = [Pace(), Pace()]
     runs = [LevelRun(at, 1, paces[at % 2]) for at in range(1000)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -26,6 +26,7 @@ from kvladder.tiers.nixl.messages import (
     Got,
     Grant,
     Hello,
+    Listed,
     Lookup,
     Message,
     Offer,
@@ -35,10 +36,12 @@ from kvladder.tiers.nixl.messages import (
     Remove,
     Reply,
     Stored,
+    Survey,
     Welcome,
     WireError,
     area_in,
     frame,
+    keys_in,
     labels_packed,
     reply,
 )
@@ -175,6 +178,7 @@ class Connection(Channel):
         self._beating: asyncio.Task[None] | None = None
         self._far_slots = 0
         self.writable = False
+        self.surveys = False
 
     # ---- opening and closing
 
@@ -194,6 +198,7 @@ class Connection(Channel):
             raise TierError(str(error), temporary=False) from error
         plane.join(welcome.metadata, far, client.block_bytes)
         self.writable, self._far_slots, self._joined = welcome.writable, far.slots, True
+        self.surveys = welcome.surveys
         self._beating = asyncio.create_task(self._beat(), name="kvladder-nixl-beat")
 
     async def _beat(self) -> None:
@@ -239,6 +244,20 @@ class Connection(Channel):
     async def purge(self, salt: bytes | None) -> int:
         """Remove all blocks of this namespace, or of one salt in it; return how many."""
         return (await self._asked(Purge(self._number(), salt), Done)).count
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[list[bytes]]:
+        """Yield the blocks of this namespace, or of one salt in it, that the far end has."""
+        of, more = 0, True
+        while more:
+            message = Survey(self._number(), salt, of)
+            of = of or message.op
+            listed = await self._asked(message, Listed, TIMEOUT_S)
+            try:
+                keys = keys_in(listed.keys)
+            except WireError as error:
+                self._lies(str(error))
+            yield keys
+            more = listed.more
 
     async def get(self, keys: Sequence[bytes], slots: Sequence[int]) -> Got:
         """Let the far end write blocks into slots here; a length of 0 in the answer is a miss."""

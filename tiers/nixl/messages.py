@@ -122,11 +122,19 @@ class Purge(Message, frozen=True):
     salt: Salt | None
 
 
+class Survey(Message, frozen=True):
+    """Ask which blocks of the client's namespace, or of one salt, are there; see ``Listed``."""
+
+    salt: Salt | None
+    of: Int = 0
+    """Number of the first such message, to go on; 0 to begin."""
+
+
 class Bye(Message, frozen=True):
     """End the session; not answered."""
 
 
-Request = Ping | Hello | Lookup | Get | Offer | Commit | Abort | Remove | Purge | Bye
+Request = Ping | Hello | Lookup | Get | Offer | Commit | Abort | Remove | Purge | Survey | Bye
 
 
 # ---- from the far end
@@ -145,6 +153,8 @@ class Welcome(Message, frozen=True):
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     area: tuple[Int, Int, Int]
     writable: bool
+    surveys: bool = False
+    """True if it answers ``Survey``; older far ends do not."""
 
 
 class Found(Message, frozen=True):
@@ -178,6 +188,13 @@ class Done(Message, frozen=True):
     count: Int = 0
 
 
+class Listed(Message, frozen=True):
+    """Some of the blocks that are there; ask again with the first number for the others."""
+
+    keys: Annotated[bytes, msgspec.Meta(max_length=BATCH_MAX * KEY_BYTES)]
+    more: bool
+
+
 class Failed(Message, frozen=True):
     """The request failed, and has no effect later either."""
 
@@ -192,7 +209,7 @@ class Gone(Message, frozen=True):
     why: Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
 
-Reply = Pong | Welcome | Found | Got | Grant | Stored | Done | Failed | Gone
+Reply = Pong | Welcome | Found | Got | Grant | Stored | Done | Listed | Failed | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder[Request](Request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, pairwise, repeat, starmap
 from math import inf
@@ -97,6 +97,7 @@ class NixlTier(Tier):
 
     def __init__(self, options: NixlOptions) -> None:
         self.options = options
+        self.surveys = bool(options.servers or options.roster)  # peers are not the level's medium
         self._servers: list[Line] = []
         self._peers: list[Line] = []
         self._known: OrderedDict[BlockKey, Line] = OrderedDict()
@@ -495,6 +496,17 @@ class NixlTier(Tier):
         count = sum(await _all(map(purged, self._servers)))
         progress(count, count)
         return count
+
+    async def survey(self, salt: bytes | None) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the blocks that all servers have; peers' blocks are not this level's."""
+        if not self._up():
+            raise TierError("no server is connected")
+        for line in [*self._servers]:
+            if not line.here.surveys:
+                what = "is of an older version, or does not let this client remove blocks"
+                raise TierError(f"{line.address} {what}", temporary=False)
+            async for keys in line.here.survey(salt):
+                yield [BlockKey(key) for key in keys]
 
     # ---- descriptions
 

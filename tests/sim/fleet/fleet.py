@@ -383,6 +383,12 @@ class Fleet:
 
     def heal(self) -> None:
         """End every fault."""
+        for engine in self.engines:  # first: what follows lets engines run
+            engine.disk.refuse = lambda _call, _path: 0
+            engine.disk.capacity_bytes = engine.disk.crash_at = None
+        for engine in self.engines:
+            if not engine.disk.has_power:
+                self._crash(engine, "drop")
         for _, undo in self._due:
             undo()
         self._due.clear()
@@ -401,8 +407,6 @@ class Fleet:
             assert server.process is not None
             server.process.hurry()
         for engine in self.engines:
-            engine.disk.refuse = lambda _call, _path: 0
-            engine.disk.capacity_bytes = engine.disk.crash_at = None
             engine.open()
             assert engine.process is not None
             engine.process.hurry()

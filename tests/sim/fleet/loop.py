@@ -105,12 +105,12 @@ class Process:
         self.is_alive = False
         self.hurry()
         self._loop.run_until_complete(self._over())
-        self.is_over = True
 
     async def _over(self) -> None:
         for _ in range(100):
             left = self.tasks
             if not left:
+                self.is_over = True  # now: a callback of this same turn may begin another task
                 return
             for task in left:
                 task.cancel()
@@ -126,7 +126,6 @@ class FleetLoop(SimLoop):
         self.errors: list[str] = []
         """Exceptions of callbacks, and those of tasks that no other task awaits."""
         super().__init__(seed)
-        self.set_task_factory(self._task)
         self.set_exception_handler(self._failed)
 
     def _failed(self, _: Any, context: dict[str, Any]) -> None:
@@ -139,8 +138,8 @@ class FleetLoop(SimLoop):
         if process is None or process.is_alive:
             self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
-    def _task(self, loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    def _make_task(self, _: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = super()._make_task(_, work, **options)
         if (process := HERE.get()) is not None:
             process.owns(task)
             task.process = process  # type: ignore[attr-defined]

@@ -68,7 +68,11 @@ class Planes:
 
 
 class Plane:
-    """An agent whose writes arrive at any time, perhaps twice, until either end is destroyed."""
+    """An agent whose writes arrive at any time, perhaps twice, until either end is destroyed.
+
+    A write has ended once both have arrived, as on every connected transport: its slots may then be
+    used again, so whatever comes later would be another block's bytes.
+    """
 
     def __init__(self, planes: Planes, name: bytes, process: Process, arena: Arena) -> None:
         self.metadata = name
@@ -130,10 +134,16 @@ class Posted:
         self.far = far
         self.rows = rows
         self.posted_s = near._planes.loop.time()
-        self.has_landed = False
+        self._coming = 0
+
+    @property
+    def has_landed(self) -> bool:
+        """True once no copy of it is on its way any more."""
+        return not self._coming
 
     def later(self) -> None:
-        """Let it arrive after the network's time."""
+        """Let it arrive after the network's time, once more if it was called before."""
+        self._coming += 1
         net = self.near._planes.net
         wait_s = net.latency_s(self.near.process.machine, self.far.process.machine)
         net._later(wait_s, self.land)
@@ -150,7 +160,7 @@ class Posted:
         for own, there, length in self.rows:
             target = far.arena.view(Slot(there))[:length]
             target[:] = near.arena.view(Slot(own))[:length]
-        self.has_landed = True
+        self._coming -= 1
 
 
 # ---- the control channel

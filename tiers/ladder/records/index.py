@@ -21,8 +21,8 @@ from kvladder.policy.eviction import (
 )
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers.label import RecoveredBlock
-from kvladder.tiers.ladder.records.changes import IndexChanges
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.ranking import RankedIndex
 from kvladder.tiers.ladder.records.tenancy import P as P
 from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
 
@@ -32,7 +32,7 @@ RESERVED_MAX = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-class LevelIndex(IndexChanges[P]):
+class LevelIndex(RankedIndex[P]):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each. A

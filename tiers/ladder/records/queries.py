@@ -80,7 +80,7 @@ class IndexQueries(Tenanted[P]):
         Otherwise None; also where a key is named twice. It takes less time if the blocks are still
         at the ``known`` places.
         """
-        if self._expires is not None or self.next_end_s != inf:
+        if not self.lasts:
             return None
         if len(keys) == 1:
             place = self._place.get(keys[0])
@@ -92,6 +92,11 @@ class IndexQueries(Tenanted[P]):
             except KeyError:
                 return None
         return places if len({*places}) == len(places) else None
+
+    @property
+    def lasts(self) -> bool:
+        """True if no block here ever expires."""
+        return self._expires is None and self.next_end_s == inf
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` are held."""

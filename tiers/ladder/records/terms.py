@@ -77,6 +77,8 @@ class Deadlines:
     def __init__(self) -> None:
         self.of: dict[int, dict[int, float]] = {}
         """Times by ``place >> PAGE``, so that no dict is long to copy; empty if there are none."""
+        self._entries: dict[int, dict[int, float]] = {}
+        """Where a time was put off, that of the place's live entry in a heap, which is earlier."""
         self._count = 0
         self._heap: list[tuple[float, int]] = unseen([])
         self._before: list[tuple[float, int]] = unseen([])
@@ -87,20 +89,56 @@ class Deadlines:
         page = self.of.get(place >> PAGE)
         return inf if page is None else page.get(place, inf)
 
+    def _is_live(self, entry: tuple[float, int]) -> bool:
+        """Return whether an entry of a heap is the one of its place."""
+        at_s, place = entry
+        entries = self._entries.get(place >> PAGE)
+        if entries is not None and place in entries:
+            return entries[place] == at_s
+        return self.get(place) == at_s
+
     def put(self, place: int, at_s: float) -> None:
         """Set the time for a place instead of any earlier one; inf for never."""
-        self.drop(place)
         if at_s == inf:
+            self.drop(place)
             return
-        self.of.setdefault(place >> PAGE, {})[place] = at_s
-        self._count += 1
-        heapq.heappush(self._heap, (at_s, place))
+        page = self.of.get(place >> PAGE)
+        if page is None:
+            page = self.of[place >> PAGE] = {}
+        before = page.get(place)
+        page[place] = at_s
+        if before is None:
+            self._count += 1
+        elif at_s >= before:  # ``due`` finds the earlier entry first, and makes another one
+            if at_s > before:
+                self._entries.setdefault(place >> PAGE, {}).setdefault(place, before)
+            if self._before:
+                self._move()
+            return
+        elif self._entries:
+            self._forget_entry(place)
+        self._push(at_s, place)
+
+    def _forget_entry(self, place: int) -> None:
+        """Let the live entry of a place, if any, be that of its time."""
+        entries = self._entries.get(place >> PAGE)
+        if entries is not None and entries.pop(place, None) is not None and not entries:
+            del self._entries[place >> PAGE]
+
+    def _push(self, at_s: float, place: int) -> None:
+        heap = self._heap
+        heapq.heappush(heap, (at_s, place))
+        if self._before:
+            self._move()
+        elif len(heap) > 64 + 2 * self._count:
+            self._heap, self._before = self._before, heap
+
+    def _move(self) -> None:
+        """Move some live entries of the old heap to the new one."""
         for _ in range(min(4, len(self._before))):
             entry = heapq.heappop(self._before)
-            if self.get(entry[1]) == entry[0] and entry not in self._before[:1]:
+            if self._is_live(entry) and entry not in self._before[:1]:
                 heapq.heappush(self._heap, entry)
-        if not self._before and len(self._heap) > 64 + 2 * self._count:
-            self._heap, self._before = self._before, self._heap
 
     def drop(self, place: int) -> None:
         """Remove the time of a place, which is empty now."""
@@ -109,6 +147,8 @@ class Deadlines:
             self._count -= 1
             if not page:
                 del self.of[place >> PAGE]
+            if self._entries:
+                self._forget_entry(place)
 
     @property
     def _next(self) -> list[tuple[float, int]]:
@@ -131,19 +171,30 @@ class Deadlines:
         looked = 0
         while self.next_s <= now_s and looked < count_max:
             looked += 1
-            at_s, place = heapq.heappop(self._next)
-            if self.get(place) == at_s:
-                self.drop(place)
-                found.append(place)
+            entry = heapq.heappop(self._next)
+            if not self._is_live(entry):
+                continue
+            place = entry[1]
+            at_s = self.get(place)
+            if at_s > now_s:  # it was put off
+                self._forget_entry(place)
+                self._push(at_s, place)
+                continue
+            self.drop(place)
+            found.append(place)
         return found
 
     def check(self, places: Collection[int]) -> None:
         """Assert that all places hold blocks, and that no time is missed; for tests."""
         of = {place: at_s for page in self.of.values() for place, at_s in page.items()}
+        put_off = {place: at_s for page in self._entries.values() for place, at_s in page.items()}
         assert all(self.of.values())
+        assert all(self._entries.values())
         assert len(of) == self._count
         assert all(place in places for place in of)
-        assert {(at_s, place) for place, at_s in of.items()} <= {*self._heap, *self._before}
+        assert all(at_s < of[place] for place, at_s in put_off.items())
+        entries = {(at_s, place) for place, at_s in (of | put_off).items()}
+        assert entries <= {*self._heap, *self._before}
         assert len(self._heap) + len(self._before) <= 2 * (64 + 2 * len(of) + len(places))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from kvladder.keys import BlockKey
@@ -11,6 +11,7 @@ from kvladder.metrics import MissCause
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.meta import BlockMeta
+from kvladder.tiers.ladder.records.ranking import Ranking as Ranking
 from kvladder.tiers.ladder.records.terms import ANYWHERE
 from kvladder.tiers.ladder.stack import TierStack
 
@@ -28,22 +29,13 @@ class Moved(NamedTuple):
     waiting: Sequence[BlockKey] = ()
     """Blocks for which the level's queue has no room now."""
 
+    lowered: int = 0
+    """Blocks among those done that a limit to raised blocks has lowered again, in some level."""
+
     @property
     def left(self) -> list[BlockKey]:
         """Blocks for which the same command may do something later."""
         return [*self.missing, *self.away, *self.waiting]
-
-
-class Ranking(NamedTuple):
-    """Asks to give blocks of a salt a priority until a loop time; inf for good."""
-
-    keys: Sequence[BlockKey]
-    salt: bytes
-    priority: int
-    until_s: float
-    is_prefix: bool
-    """True if all ancestors of a block are among them: then a raised block counts with all its
-    ancestors raised, too. Other blocks keep the floor that they have, or get a lower one."""
 
 
 _Fate = Literal["done", "missing", "refused", "away", "waiting"]
@@ -66,6 +58,8 @@ class StackCommands:
 
     def rank(self, rankings: Sequence[Ranking]) -> list[Moved]:
         """Give blocks a priority, for each of ``rankings`` in order."""
+        if sum([len(one.keys) for one in rankings]) <= STEP:
+            return self._rank_few(rankings)
         found: list[Moved] = []
         few, count = list[Ranking](), 0
         for one in rankings:
@@ -82,27 +76,59 @@ class StackCommands:
 
     def _rank(self, ranking: Ranking) -> Moved:
         """Rank any number of blocks, in steps."""
-        parts = [self._rank_few([ranking._replace(keys=one)])[0] for one in _steps(ranking.keys)]
+        steps = [*_steps(ranking.keys)]
+        if ranking.is_prefix:  # its head is the last, so that its tail goes first
+            steps.reverse()
+        parts = [self._rank_few([ranking._replace(keys=one)])[0] for one in steps]
+        if ranking.is_prefix:
+            parts.reverse()
         missing = [key for part in parts for key in part.missing]
-        return Moved(sum(part.done for part in parts), missing)
+        done, lowered = sum(part.done for part in parts), 0
+        tenants = [index.tenants for index in self._stack.indexes.values()]
+        if any(one is not None and one.raises(ranking.priority) for one in tenants):
+            # later parts may have lowered earlier ones
+            for one in steps:
+                with self._stack.lock:
+                    lowered += self._lowered(one, {*missing}, ranking.priority)
+        return Moved(done, missing, lowered=lowered)
+
+    def _lowered(
+        self, keys: Sequence[BlockKey], missing: Collection[BlockKey], priority: int
+    ) -> int:
+        """Return how many blocks have less than the priority just given; with the lock held."""
+        metas = (self._stack.meta(key) for key in keys if key not in missing)
+        return sum(meta is not None and meta.priority < priority for meta in metas)
 
     def _rank_few(self, rankings: Sequence[Ranking]) -> list[Moved]:
         """Rank as many blocks as the lock may be held for."""
-        stack, found = self._stack, list[Moved]()
+        stack = self._stack
         with stack.lock:
-            indexes = stack.indexes.values()
-            for keys, salt, priority, until_s, is_prefix in rankings:
-                done, missing = 0, list[BlockKey]()
-                for key in keys if len(keys) == 1 else dict.fromkeys(keys):
-                    meta = _own(key, salt, indexes)
-                    if meta is None:
-                        missing.append(key)
-                        continue
-                    floor = priority if is_prefix else min(meta.floor, priority)
-                    stack.used(key, BlockMeta(priority, floor, meta.hits, until_s, meta.terms))
-                    done += 1
-                found.append(Moved(done, missing))
+            indexes = [*stack.indexes.values()]
+            rules = [stack.host.rule, *(level.rule for level in stack.levels)]
+            least = max(rule.min_priority for rule in rules)
+            stay = [one.priority >= least and (one.is_prefix or not least) for one in rankings]
+            if all(stay) and all(index.lasts for index in indexes):
+                found = _ranked(rankings, indexes)
+            else:  # some may expire, or leave a level
+                found = [self._rank_each(one) for one in rankings]
+            stack.host.doubt()
         return found
+
+    def _rank_each(self, ranking: Ranking) -> Moved:
+        """Rank blocks one by one; they leave levels whose thresholds they do not reach any more."""
+        _, salt, priority, until_s, is_prefix = ranking
+        stack, done, missing = self._stack, 0, list[BlockKey]()
+        indexes = stack.indexes.values()
+        for key in ranking.in_order:
+            meta = _own(key, salt, indexes)
+            if meta is None:
+                missing.append(key)
+                continue
+            floor = priority if is_prefix else min(meta.floor, priority)
+            stack.used(key, BlockMeta(priority, floor, meta.hits, until_s, meta.terms))
+            done += 1
+        lowered = self._lowered([*ranking.in_order], {*missing}, priority)
+        return Moved(done, missing[::-1] if is_prefix else missing, lowered=lowered)
 
     def send(self, keys: Sequence[BlockKey], salt: bytes, level: str) -> Moved:
         """Queue blocks that are in host memory to be written to a level; they stay in host.
@@ -221,6 +247,24 @@ class StackCommands:
         if name not in below and (name == self._stack.host.name or name not in self._stack.known):
             raise KeyError(name)
         return below.get(name)
+
+
+def _ranked(rankings: Sequence[Ranking], indexes: Sequence[LevelIndex[Any]]) -> list[Moved]:
+    """Rank blocks. None of them expires, or leaves a level by it."""
+    if len(indexes) == 1:
+        results = indexes[0].rank(rankings)
+        return [Moved(done, missing, 0, (), (), lowered) for done, missing, lowered in results]
+    own, missing = list[Ranking](), list[list[BlockKey]]()
+    for one in rankings:
+        fates = {key: _own(key, one.salt, indexes) is not None for key in one.keys}
+        own.append(one._replace(keys=[key for key, is_own in fates.items() if is_own]))
+        missing.append([key for key, is_own in fates.items() if not is_own])
+    each = [index.rank(own) for index in indexes]
+    lowered = [max(one[number][2] for one in each) for number in range(len(own))]
+    return [
+        Moved(len(one.keys), left, lowered=count)
+        for one, left, count in zip(own, missing, lowered, strict=True)
+    ]
 
 
 def _own(key: BlockKey, salt: bytes, indexes: Iterable[LevelIndex[Any]]) -> BlockMeta | None:
