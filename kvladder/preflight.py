@@ -134,6 +134,11 @@ def _preflight(config: StackConfig) -> Findings:
 def _exposed(config: StackConfig) -> Iterator[str]:
     yield from exposed(config.http.token_file, "http.token_file")
     yield from exposed(config.forget.key_file, "forget.key_file")
+    for number, level in enumerate(config.levels, start=1):
+        for codec in level.make_codecs():
+            if codec.stage == Stage.ENCRYPT:  # one that others wrote may have no such option
+                file = getattr(getattr(codec, "options", None), "key_file", "")
+                yield from exposed(file, f"tiers[{number}].codecs")
 
 
 def _short_of_memory(config: StackConfig) -> Iterator[str]:

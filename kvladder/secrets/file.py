@@ -14,7 +14,7 @@ LINES_MAX: Final = 8
 """Largest number of secrets in a file: the new one, and those that still count."""
 
 
-def read_secrets(file: str, setting: str, require: Callable[[str, str], None]) -> tuple[str, ...]:
+def read_secrets(file: str, setting: str, require: Callable[[str, str], object]) -> tuple[str, ...]:
     """Return the lines of a file; ``require`` raises ConfigError for a line that is no good secret.
 
     Parameters
@@ -86,7 +86,7 @@ class Secrets:
         *,
         file: str = "",
         setting: str = "",
-        require: Callable[[str, str], None] = lambda _secret, _setting: None,
+        require: Callable[[str, str], object] = lambda _secret, _setting: None,
         say: Callable[[str, str], object] = lambda _kind, _text: None,
     ) -> None:
         self._file = file

@@ -436,7 +436,7 @@ def test_no_key_encrypts_more_blocks_than_random_nonces_allow(monkeypatch):
         used[params[36:48], subject.salt] += 1
         plain = memoryview(bytearray(SIZE))
         assert codec.decode(stored, params, plain, Subject(SUBJECT.key)) == numbers()
-        assert len(codec._writers) <= 2
+        assert len(codec._keys._writers) <= 2
     assert max(used.values()) == 3
 
 
@@ -445,6 +445,56 @@ def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
     stored, label = encoded(chain(AesGcmCodec()), numbers())
     monkeypatch.setenv("KVLADDER_KEY", ROTATED)
     assert decoded(chain(AesGcmCodec()), stored, label) is Outcome.UNREADABLE
+
+
+def test_the_key_in_a_file_changes_while_blocks_are_read_and_written(tmp_path):
+    """The new key is for new blocks; blocks of the old one are read while its line is there."""
+    file = tmp_path / "keys"
+    write_new(file, MASTER)
+    running = chain(AesGcmCodec(AesGcmOptions(key_file=str(file))))
+    old, old_label = encoded(running, numbers())
+    write_new(file, ROTATED, MASTER)
+    new, new_label = encoded(running, numbers())
+    assert decoded(running, old, old_label) == numbers()
+    assert decoded(running, new, new_label) == numbers()
+    write_new(file, ROTATED)
+    assert decoded(running, old, old_label) is Outcome.UNREADABLE
+    assert decoded(running, new, new_label) == numbers()
+    alone = chain(AesGcmCodec(AesGcmOptions(key_file=str(file))))
+    assert decoded(alone, new, new_label) == numbers()
+
+
+def write_new(file, *lines):
+    """Put another file in its place, as Kubernetes does."""
+    fresh = file.with_name("fresh")
+    fresh.write_text("\n".join(lines) + "\n")
+    fresh.replace(file)
+
+
+def test_a_wrong_file_of_keys_leaves_those_in_effect(tmp_path, caplog):
+    file = tmp_path / "keys"
+    write_new(file, MASTER)
+    running = chain(AesGcmCodec(AesGcmOptions(key_file=str(file))))
+    stored, label = encoded(running, numbers())
+    write_new(file, "short", MASTER)
+    assert decoded(running, stored, label) == numbers()
+    file.unlink()
+    assert decoded(running, stored, label) == numbers()
+    assert "aes-gcm.key_file: a line does not hold a key" in caplog.text
+    assert f"{file}: No such file or directory" in caplog.text
+    assert "kvladder keeps the secrets that it had" in caplog.text
+    assert "short" not in caplog.text
+    write_new(file, ROTATED)
+    assert decoded(running, stored, label) is Outcome.UNREADABLE
+
+
+def test_a_file_without_a_key_is_refused(tmp_path):
+    options = AesGcmOptions(key_file=str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match="No such file"):
+        AesGcmCodec(options).open(LAYOUT, SPACE)
+    write_new(tmp_path / "keys", "")
+    with pytest.raises(ConfigError, match="a line does not hold a key"):
+        AesGcmCodec(options).open(LAYOUT, SPACE)
 
 
 @pytest.mark.usefixtures("master")

@@ -242,10 +242,13 @@ def test_secrets_that_every_user_can_read_are_reported(tmp_path, caplog, mode, i
         (tmp_path / name).chmod(mode)
     http = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "token")}
     forget = {"path": str(tmp_path / "purges"), "key_file": str(tmp_path / "key")}
-    stack = config(http=http, forget=forget)
+    codec = {"name": "aes-gcm", "key_file": str(tmp_path / "key")}
+    level = {"type": "memory", "capacity": "1 MiB", "codecs": [codec]}
+    stack = config(level, http=http, forget=forget)
+    files = (("http.token_file", "token"), ("forget.key_file", "key"), ("tiers[1].codecs", "key"))
     expected = [
         f"{setting}: {tmp_path / name} can be read by every user: chmod o-r {tmp_path / name}"
-        for setting, name in (("http.token_file", "token"), ("forget.key_file", "key"))
+        for setting, name in files
     ] * is_exposed
     assert preflight(stack).warnings == expected
     with caplog.at_level(logging.WARNING, "kvladder"):
