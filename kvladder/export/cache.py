@@ -16,7 +16,8 @@ from typing import Any, Final
 from kvladder.arena import Slot
 from kvladder.errors import TierError
 from kvladder.export.offers import BATCH_MAX, HAVE, LATER, REFUSED, Pinned, Surveyed
-from kvladder.keys import SALT_BYTES, BlockKey
+from kvladder.export.spaces import blocks_in, own_salt, salts_in
+from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import STEP
 from kvladder.manager import BatchedFetch, CacheManager, SetFetch
@@ -31,8 +32,6 @@ from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
 """End of a server's block: the length of the client's block, and its label."""
-SPACE_BYTES: Final = 3
-"""Bytes of a server's salt that stand for the client's namespace; the others for its salt."""
 GRANTED_MAX: Final = 0.25
 """Highest share of the slots that one session may hold granted and not committed."""
 SURVEYS_MAX: Final = 4
@@ -527,7 +526,9 @@ class ServerOffers(CacheOffers):
             return 0
         salts = {own_salt(known.namespace, salt or b"")}
         if salt is None:
-            salts |= await self._salts(known.namespace)
+            granted = [one for each in self._sessions.values() for one in each.grants.values()]
+            put = [lot.salt for one in granted for lot in one.lots]
+            salts |= await salts_in(self._manager.ladder, known.namespace, put)
         gone = 0
         for own in salts:
             counts: Mapping[str, int] = {}
@@ -553,7 +554,8 @@ class ServerOffers(CacheOffers):
         if of not in known.surveys:
             if known.surveys and of <= max(known.surveys):
                 raise TierError("the survey is not known any more")
-            known.surveys[of] = deque(await self._those_of(known.namespace, salt))
+            names = await blocks_in(self._manager.ladder, known.namespace, salt)
+            known.surveys[of] = deque(names)
             while len(known.surveys) > SURVEYS_MAX:
                 del known.surveys[min(known.surveys)]
         left = known.surveys[of]
@@ -582,41 +584,3 @@ class ServerOffers(CacheOffers):
         if is_unread or not part:
             raise TierError("some blocks cannot be read now")
         return [label.key for label in labels if label is not None], len(part)
-
-    async def _those_of(self, namespace: bytes, salt: bytes | None) -> list[BlockKey]:
-        """Return the blocks of a namespace that are here, or those of one salt in it."""
-        ladder, tag = self._manager.ladder, _space_tag(namespace)
-        only, found = None if salt is None else own_salt(namespace, salt), dict[BlockKey, None]()
-        for holdings in ladder.indexes.values():
-            for start in range(0, holdings.places, STEP):
-                with ladder.lock:
-                    for name in holdings.held(start, start + STEP):
-                        meta = ladder.meta(name)
-                        own = b"" if meta is None else meta.terms.salt
-                        if own == only or (only is None and own.startswith(tag)):
-                            found[name] = None
-                await asyncio.sleep(0)
-        return list(found)
-
-    async def _salts(self, namespace: bytes) -> set[bytes]:
-        """Return all salts of a namespace's blocks that are here or being put."""
-        ladder, tag = self._manager.ladder, _space_tag(namespace)
-        grants = [granted for s in self._sessions.values() for granted in s.grants.values()]
-        found = {lot.salt for granted in grants for lot in granted.lots}
-        for holdings in ladder.indexes.values():
-            for start in range(0, holdings.places, STEP):
-                with ladder.lock:
-                    metas = map(ladder.meta, holdings.held(start, start + STEP))
-                    found |= {meta.terms.salt for meta in metas if meta is not None}
-                await asyncio.sleep(0)
-        return {salt for salt in found if salt.startswith(tag)}
-
-
-def _space_tag(namespace: bytes) -> bytes:
-    return hashlib.blake2b(namespace, digest_size=SPACE_BYTES).digest()
-
-
-def own_salt(namespace: bytes, salt: bytes) -> bytes:
-    """Return the salt that this cache stores for a client's namespace and the client's salt."""
-    size = SALT_BYTES - SPACE_BYTES
-    return _space_tag(namespace) + hashlib.blake2b(salt, digest_size=size, key=namespace).digest()

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvladder.errors import TierError
-from kvladder.export.cache import own_salt
 from kvladder.export.offers import HAVE, LATER, REFUSED
+from kvladder.export.spaces import own_salt
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.sim import EPOCH_S
