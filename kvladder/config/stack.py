@@ -422,7 +422,8 @@ def _named(group: registry.Group, entry: Any, key: str, path: str) -> Any:
         raise ConfigError(shown(path, entry), path=path, hint="expected keys with values")
     name = entry.get(key)
     if not isinstance(name, str):
-        what = "missing" if name is None else shown(key, name)
+        empty = "has no value; YAML also reads null and ~ as none" if key in entry else "missing"
+        what = empty if name is None else shown(key, name)
         hint = f"expected one of: {', '.join(registry.names(group))}"
         raise ConfigError(what, path=f"{path}.{key}", hint=hint)
     return registry.load(group, name, path=f"{path}.{key}")

@@ -272,6 +272,7 @@ OTHERS = {
     "files/directory.py": "META",
     "files/header.py": "where a page lies, before its label",
     "files/log.py": "records",
+    "nixl/curve.py": "names of clients for operators",
     "nixl/tier.py": "which server a key goes to",
 }
 """Other modules that pack bytes or take checksums, and their subjects: never a block."""

@@ -34,6 +34,7 @@ def cold(**settings):
         ("arena: {size: 1 GiB}\ntiers: {a: 1}", "tiers", "a mapping (expected a list"),
         ("arena: {size: 1 GiB}\ntiers: [x]", "tiers[0]", "'x' (expected keys with values)"),
         ("arena: {size: 1 GiB}\ntiers: [{name: a}]", "tiers[0].type", "missing (expected one of:"),
+        ("arena: {size: 1 GiB}\ntiers: [{type: null}]", "tiers[0].type", "YAML also reads null"),
         ("arena: {size: 1 GiB}\ntiers: [{type: 5}]", "tiers[0].type", "5 (expected one of:"),
         ("arenas: {size: 1 GiB}\ntiers: []", "arenas", "unknown key (did you mean 'arena'?)"),
         (
