@@ -7,6 +7,8 @@ import json
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
+from socket import AF_INET
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +16,14 @@ import msgspec
 from kvladder.children import messages as pipes
 from kvladder.control.answers import _PURGE  # pyright: ignore[reportPrivateUsage]
 from kvladder.control.guard import Guard
-from kvladder.control.http import HttpConnection, HttpRequest, HttpResponse, as_json, refusal
+from kvladder.control.http import (
+    HttpConnection,
+    HttpReader,
+    HttpRequest,
+    HttpResponse,
+    as_json,
+    refusal,
+)
 from kvladder.errors import ConfigError, TierError
 from kvladder.hints import protocol as hints
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
@@ -151,6 +160,9 @@ class _Writer:
     async def drain(self) -> None:
         pass
 
+    def get_extra_info(self, _name: str) -> Any:
+        return SimpleNamespace(family=AF_INET, getpeername=lambda: ("127.0.0.1", 1))
+
 
 BODY_MAX = 4096
 
@@ -176,7 +188,7 @@ def http(data: bytes) -> None:
         return as_json(wanted.told())
 
     async def converse() -> bytes:
-        reader, writer = asyncio.StreamReader(), _Writer()
+        reader, writer = HttpReader(), _Writer()
         reader.feed_data(given.rest)
         reader.feed_eof()
         with suppress(OSError, TimeoutError):

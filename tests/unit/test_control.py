@@ -111,7 +111,13 @@ def wait_for_a_place(path):
 def test_the_socket_returns_statistics_and_the_configuration(cache, path):
     save(cache, range(5))
     assert ask(path, {"command": "stats"}) == json.loads(json.dumps(cache.stats()))
-    assert ask(path, {"command": "describe"}) == cache.describe()
+    require_alike(ask(path, {"command": "describe"}), cache.describe())
+
+
+def require_alike(told: str, described: str) -> None:
+    """Assert that two descriptions are equal, except for the clients that are there."""
+    pairs = zip(told.splitlines(), described.splitlines(), strict=True)
+    assert all(one == other or "clients at the" in one for one, other in pairs)
 
 
 def test_a_salt_and_then_all_are_purged(cache, path):
@@ -136,7 +142,10 @@ def test_connections_may_ask_repeatedly_and_concurrently(cache, path):
     request = get("/describe")
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(str(path))
-        assert said(path, request * 3) == [(200, cache.describe())] * 3
+        answers = said(path, request * 3)
+        assert [status for status, _ in answers] == [200] * 3
+        for _, text in answers:
+            require_alike(text, cache.describe())
 
 
 def test_secrets_are_not_shown(path):
