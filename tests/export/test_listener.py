@@ -37,7 +37,8 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
     server, client = (read_keys(str(path)) for path in make_keys(folder))
 
     def answer(peer: bytes, data: bytes, rights: Rights | None) -> None:
-        assert rights is not None and rights._replace(name="") == ALL
+        assert rights is not None
+        assert rights._replace(name="") == ALL
         listener.send(peer, m.frame(m.Pong(m.request(data).op, known=False)))
 
     listener = Listener("127.0.0.1:0", server, answer)
