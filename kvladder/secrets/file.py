@@ -112,5 +112,7 @@ class Secrets:
             return self._lines
         if found != self._lines or self._wrong:
             self._wrong, self._lines = "", found
-            self._say(self._setting, f"{self._file} has changed: {len(found)} secrets count now")
+            self._say(
+                self._setting, f"{self._file} has changed; secrets in effect now: {len(found)}"
+            )
         return self._lines

@@ -447,7 +447,7 @@ def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
     assert decoded(chain(AesGcmCodec()), stored, label) is Outcome.UNREADABLE
 
 
-def test_the_key_in_a_file_changes_while_blocks_are_read_and_written(tmp_path):
+def test_the_key_in_a_file_changes_while_blocks_are_read_and_written(tmp_path, caplog):
     """The new key is for new blocks; blocks of the old one are read while its line is there."""
     file = tmp_path / "keys"
     write_new(file, MASTER)
@@ -460,6 +460,8 @@ def test_the_key_in_a_file_changes_while_blocks_are_read_and_written(tmp_path):
     write_new(file, ROTATED)
     assert decoded(running, old, old_label) is Outcome.UNREADABLE
     assert decoded(running, new, new_label) == numbers()
+    changes = [text for text in caplog.messages if "has changed" in text]
+    assert changes == [f"{file} has changed; secrets in effect now: {n}" for n in (2, 1)]
     alone = chain(AesGcmCodec(AesGcmOptions(key_file=str(file))))
     assert decoded(alone, new, new_label) == numbers()
 
