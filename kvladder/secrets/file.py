@@ -5,11 +5,13 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvladder.errors import ConfigError
 
+T = TypeVar("T")
 LINES_MAX: Final = 8
 """Largest number of secrets in a file: the new one, and those that still count."""
 
@@ -56,6 +58,43 @@ def exposed(file: str, setting: str) -> Iterator[str]:
             yield f"{setting}: {file} can be read by every user: chmod o-r {file}"
 
 
+class FileReader(Generic[T]):
+    """Reads a file again on request. While it is wrong, its last good value stays in effect.
+
+    Parameters
+    ----------
+    read:
+        Returns what the file says now; it raises ConfigError if the file is wrong.
+    say:
+        Called with a text when the file is wrong, once for each reason.
+    what:
+        Name of the value for users.
+    """
+
+    def __init__(self, read: Callable[[], T], say: Callable[[str], object], what: str) -> None:
+        self._read = read
+        self._say = say
+        self._what = what
+        self._wrong = ""
+        self.value = read()
+
+    def renew(self) -> tuple[bool, bool]:
+        """Read the file, which blocks.
+
+        Return whether the value is another one, and whether the file was wrong until now.
+        """
+        try:
+            found = self._read()
+        except ConfigError as error:
+            if str(error) != self._wrong:
+                self._wrong = str(error)
+                self._say(f"{error}: kvladder keeps the {self._what} that it had")
+            return False, False
+        was_wrong, self._wrong = bool(self._wrong), ""
+        is_other, self.value = found != self.value, found
+        return is_other, was_wrong
+
+
 class Secrets:
     """The secrets of one setting: the newest is used, and all are accepted.
 
@@ -89,30 +128,19 @@ class Secrets:
         require: Callable[[str, str], object] = lambda _secret, _setting: None,
         say: Callable[[str, str], object] = lambda _kind, _text: None,
     ) -> None:
+        self._given = (given,) if given else ()
+        self._changed = partial(say, setting)
         self._file = file
-        self._setting = setting
-        self._require = require
-        self._say = say
-        self._wrong = ""
-        self._lines = self._read() if file else (given,) if given else ()
-
-    def _read(self) -> tuple[str, ...]:
-        return read_secrets(self._file, self._setting, self._require)
+        self._reader: FileReader[tuple[str, ...]] | None = None
+        if file:
+            read = partial(read_secrets, file, setting, require)
+            self._reader = FileReader(read, partial(say, setting), "secrets")
 
     def lines(self) -> tuple[str, ...]:
         """Return the secrets, the newest first; empty if none is set. Blocks to read the file."""
-        if not self._file:
-            return self._lines
-        try:
-            found = self._read()
-        except ConfigError as error:
-            if str(error) != self._wrong:
-                self._wrong = str(error)
-                self._say(self._setting, f"{error}: kvladder keeps the secrets that it had")
-            return self._lines
-        if found != self._lines or self._wrong:
-            self._wrong, self._lines = "", found
-            self._say(
-                self._setting, f"{self._file} has changed; secrets in effect now: {len(found)}"
-            )
-        return self._lines
+        if self._reader is None:
+            return self._given
+        if any(self._reader.renew()):
+            count = len(self._reader.value)
+            self._changed(f"{self._file} has changed; secrets in effect now: {count}")
+        return self._reader.value

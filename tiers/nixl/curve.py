@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -13,6 +14,7 @@ import zmq
 
 from kvladder.errors import ConfigError
 from kvladder.schema import Settings, convert, load_yaml
+from kvladder.secrets.file import FileReader
 
 Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$", description="40 characters, Z85")]
 Space = Annotated[
@@ -140,24 +142,19 @@ class KeyRing:
     def __init__(self, path: str, say: Callable[[str], object]) -> None:
         self._path = path
         self._say = say
-        self._wrong = ""
-        self.keys = read_keys(path)
+        self._reader = FileReader(partial(read_keys, path), say, "keys")
+
+    @property
+    def keys(self) -> KeyFile:
+        """The current keys."""
+        return self._reader.value
 
     def renew(self) -> bool:
         """Read the file again, which blocks; return whether the keys are others now."""
-        try:
-            found = read_keys(self._path)
-        except ConfigError as error:
-            if str(error) != self._wrong:
-                self._wrong = str(error)
-                self._say(f"{error}: kvladder keeps the keys that it had")
-            return False
-        self._wrong = ""
-        if found == self.keys:
-            return False
-        self.keys = found
-        self._say(f"the keys in {self._path} have changed, and the new ones are used")
-        return True
+        is_other, _ = self._reader.renew()
+        if is_other:
+            self._say(f"the keys in {self._path} have changed, and the new ones are used")
+        return is_other
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
