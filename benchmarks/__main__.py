@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.machine import HERE, RESULTS, machine
 from benchmarks.row import Row, markdown, plain
+from benchmarks.stopping import exit_on_sigterm
 from kvladder.report.charts import runs_page
 from kvladder.report.page import write
 
@@ -93,4 +94,5 @@ def measure(wanted: Iterable[str]) -> tuple[list[Row], list[str]]:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

@@ -35,6 +35,7 @@ import msgspec
 import redis
 
 from benchmarks.machine import RESULTS
+from benchmarks.stopping import exit_on_sigterm
 from kvladder.publishing.alerts import ALERTS, rules
 from kvladder.testing.redisserver import RedisServer, free_ports
 from tests.publishing.monitoring import Prometheus
@@ -534,4 +535,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

@@ -29,6 +29,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.machine import RESULTS, machine
+from benchmarks.stopping import exit_on_sigterm
 from kvladder import Layout, open_cache
 from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
@@ -348,4 +349,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

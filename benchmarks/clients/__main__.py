@@ -16,6 +16,7 @@ from benchmarks.clients.servers import ALONE, OURS, end, started
 from benchmarks.clients.turns import ClientFailed, Outcome, Resettable, in_turns
 from benchmarks.foreign import Absent
 from benchmarks.machine import RESULTS, machine
+from benchmarks.stopping import exit_on_sigterm
 
 FIGURES = (("p50_ms", "p50, ms"), ("p99_ms", "p99, ms"), ("tokens_per_s", "tokens/s"))
 CHECKS = (
@@ -144,4 +145,5 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

@@ -24,6 +24,7 @@ from benchmarks.machine import RESULTS, machine
 from benchmarks.soak.page import GIVEN_UP_S, Held, Outcome, Restart, Struck, html, markdown
 from benchmarks.soak.stage import Fault, Stage
 from benchmarks.soak.users import LAG_MAX, SoakServer, Teller, Users, Watcher, server
+from benchmarks.stopping import exit_on_sigterm
 from kvladder.report.page import write
 from tests.patience import until
 from tests.vllm.harness import make
@@ -250,4 +251,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())

@@ -73,10 +73,14 @@ class Server:
             env=self.environment,
             cwd=self.folder if self.environment else None,
         )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        ready = _READY.fullmatch(line)
-        assert ready, (line, self.process.communicate())
+        try:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            ready = _READY.fullmatch(line)
+            assert ready, (line, self.process.communicate())
+        except BaseException:  # nobody has this server yet who would end it
+            self.kill()
+            raise
         self.address = f"127.0.0.1:{ready[2]}"
         self.slots = int(ready[3])
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine import RESULTS, machine
+from benchmarks.stopping import exit_on_sigterm
 from kvladder.testing.redisserver import RedisServer
 from tests.kit.mooncake import PROGRAM, Mooncake
 from tests.upgrade.elder import OLDER, PREVIOUS, THIS, Engine, ServerOf, Version
@@ -221,4 +222,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())
