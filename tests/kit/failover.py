@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -301,7 +301,20 @@ class SentinelLane(CacheLane):
             if ask(server, "PING") is None:
                 server.kill()
                 server.start()
-        until(self._is_in_order, every_s=0.05)
+        try:
+            until(self._is_in_order, every_s=0.05)
+        except AssertionError as error:
+            error.add_note("\n".join(self._views()))
+            raise
+
+    def _views(self) -> Iterator[str]:
+        """Yield how each server and each Sentinel sees the others."""
+        for server in (self.primary, self.replica):
+            yield f"server {server.port}: {ask(server, 'INFO', 'replication')}"
+        for sentinel in self.sentinels:
+            for what in ("MASTER", "REPLICAS"):
+                yield f"sentinel {sentinel.port}: {ask(sentinel, 'SENTINEL', what, 'kv')}"
+            yield f"sentinel {sentinel.port}: {ask(sentinel, 'INFO', 'sentinel')}"
 
     def _is_in_order(self) -> bool:
         """Return whether all agree; tell the other server its primary."""
