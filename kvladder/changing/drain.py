@@ -19,6 +19,8 @@ from kvladder.tiers.ladder.stack import TierStack
 POLL_S: Final = 0.01
 PASSES: Final = 2
 """How often a block is offered: a write may fail once."""
+EXCLUDED: Final = "the level's rules exclude them"
+"""The reason of blocks that no other drain would write either."""
 State = Literal["off", "draining", "done", "stopped"]
 
 
@@ -188,7 +190,7 @@ class Drain:
                     elif meta.terms.expires_s != inf and not meta.terms.last(self._stack.clock):
                         continue
                     elif not any(level.admits(meta) for level in targets):
-                        why = "the level's rules exclude them"
+                        why = EXCLUDED
                     else:
                         why = "they could not be read or written"
                     self._left[why] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,13 +13,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvladder.changing.drain import EXCLUDED
 from kvladder.changing.warm import BLOCKS_MAX, traced
-from kvladder.cli.output import Result
+from kvladder.cli.output import Failed, Result
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
 from kvladder.units import counted
 
+EXIT_LEFT: Final = 3
+"""The exit code if a drain could not write some of the blocks."""
 MARGIN_S: Final = 30.0
 STEP_S: Final = 0.5
 """Seconds between two lines of progress."""
@@ -136,7 +140,8 @@ def drain(
     """Write down what only this engine has, before it ends; it takes no more blocks.
 
     Blocks of host memory go to the first level that outlives the engine. Prints how many are left,
-    and why. Requests are served as before, but nothing new is saved until ``--stop``.
+    and why; exits with 3 if some could not be written. Requests are served as before, but nothing
+    new is saved until ``--stop``.
 
     Parameters
     ----------
@@ -165,13 +170,20 @@ def drain(
             done = ask(path, {"command": "drain", "begin": False, "wait_s": step_s})
             waited_s += step_s
         answers[str(path)] = done
-        left = ", ".join(f"{n} because {why}" for why, n in done["left"].items()) or "none"
+        reasons = ", ".join(f"{n} because {why}" for why, n in done["left"].items()) or "none"
         state = "takes blocks again" if stop else done["state"]
         lines.append(f"{path.name}: {state}; {counted(done['blocks'], 'block')} to write")
-        lines.append(f"{path.name}: left: {left}")
+        lines.append(f"{path.name}: left: {reasons}")
         if done["state"] in {"draining", "stopped"} and not stop:
             raise NotDone("; ".join(lines), path="drain", hint="drain again to wait for the rest")
-    return Result("\n".join(lines), answers)
+    result = Result("\n".join(lines), answers)
+    left = Counter[str]()
+    for done in answers.values():
+        left.update(done["left"])
+    if lost := left.total() - left[EXCLUDED]:
+        what = f"{counted(lost, 'block')} could not be written: drain again before the engine ends"
+        raise Failed(what, EXIT_LEFT, result)
+    return result
 
 
 def warm(

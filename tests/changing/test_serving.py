@@ -12,6 +12,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import yaml
 
 from kvladder import open_cache
 from kvladder.changing.answers import ChangeAnswers
@@ -21,6 +22,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
+from tests.kit.served import Server
 from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
@@ -420,6 +422,33 @@ def test_a_drain_brings_private_levels_to_a_named_one(folder: Path) -> None:
         assert cache.stats()["cold"]["blocks"] == 20
         with pytest.raises(ConfigError, match=r"'host' is no level to drain to"):
             ask(folder / "kv.sock", {"command": "drain", "to": "host"})
+
+
+@pytest.mark.slow
+def test_another_engine_has_what_was_drained_to_a_server_that_came_back(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("nixl", reason="the extra nixl is not installed")
+    with Server(folder / "server", block="8 KiB") as server:
+        stack = yaml.safe_load(STACK.format(folder, TOKEN))
+        stack["tiers"].append(far := server.level(when="evict"))
+        file, other = folder / "stack.yaml", folder / "other.yaml"
+        file.write_text(yaml.safe_dump(stack))
+        with open_cache(file, layout=LAYOUT) as cache:
+            save(cache, *range(20))
+            cache._stack.host.forget(keys(*range(10)), "evicted")
+            server.kill()
+            code, said = run(capsys, "drain", file, "--to", "far")
+            assert (code, cache.stats()["far"]["blocks"]) == (3, 0)
+            assert "kv.sock: left: 20 because " in said
+            assert "20 blocks could not be written: drain again before the engine ends" in said
+            server.again()
+            until(lambda: run(capsys, "drain", file, "--to", "far")[0] == 0)
+        other.write_text(
+            yaml.safe_dump({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, far]})
+        )
+        with open_cache(other, layout=LAYOUT) as cache:
+            assert served(cache, *range(20)) == ["far"] * 20
 
 
 def test_a_warm_start_brings_a_peers_hottest_blocks(
