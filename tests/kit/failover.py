@@ -327,11 +327,14 @@ class SentinelLane(CacheLane):
         servers = self.primary, self.replica
         is_first = self.reached_at(servers[0]) in ports
         self.primary, self.replica = servers if is_first else servers[::-1]
+        leads = is_master(self.primary)
         if is_master(self.replica):
             port = self.reached_at(self.primary)
             ask(self.replica, "REPLICAOF", "127.0.0.1", port)
+        elif not leads:  # each has become the other's replica, which Sentinels never end
+            ask(self.primary, "REPLICAOF", "NO", "ONE")
         return (
-            is_master(self.primary)
+            leads
             and is_linked(self.replica)
             and all(_has_both(sentinel) for sentinel in self.sentinels)
         )

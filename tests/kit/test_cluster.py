@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvladder.testing.redisserver import RedisServer, ServerProcess, redis_cluster
+from tests.kit.failover import SentinelLane, ask, is_linked, is_master
 from tests.kit.test_stuck import lives
 
 pytestmark = pytest.mark.real
@@ -29,6 +31,17 @@ def test_nodes_that_forgot_each_other_meet_again(
     with redis_cluster(tmp_path) as servers:
         assert len(lost) == 3
         assert all(len(server.run("CLUSTER", "SLOTS")) == 3 for server in servers)
+
+
+@pytest.mark.slow
+def test_servers_that_became_replicas_of_each_other_get_a_primary(tmp_path: Path) -> None:
+    with ExitStack() as undo:
+        lane = SentinelLane(tmp_path / "lane", undo, 0)
+        primary, replica = lane.primary, lane.replica
+        ask(primary, "REPLICAOF", "127.0.0.1", lane.reached_at(replica))
+        lane.repair()
+        assert is_master(lane.primary)
+        assert is_linked(lane.replica)
 
 
 def test_a_cluster_that_does_not_form_leaves_no_node(
