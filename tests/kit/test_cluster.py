@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvladder.testing.redisserver import RedisServer, ServerProcess, redis_cluster
 from tests.kit.failover import SentinelLane, ask, is_linked, is_master
+from tests.kit.lanes import Figures
 from tests.kit.test_stuck import lives
 
 pytestmark = pytest.mark.real
@@ -35,8 +36,8 @@ def test_nodes_that_forgot_each_other_meet_again(
 
 @pytest.mark.slow
 def test_servers_that_became_replicas_of_each_other_get_a_primary(tmp_path: Path) -> None:
-    with ExitStack() as undo:
-        lane = SentinelLane(tmp_path / "lane", undo, 0)
+    lane = SentinelLane(tmp_path / "lane", Figures(), asyncio.Lock())
+    with lane.undo:
         primary, replica = lane.primary, lane.replica
         ask(primary, "REPLICAOF", "127.0.0.1", lane.reached_at(replica))
         lane.repair()
