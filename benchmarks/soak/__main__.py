@@ -33,6 +33,8 @@ ENGINES = ("first", "second")
 USERS_EACH = 2
 BETWEEN_S = 2.0
 """Time without a fault before the next one."""
+HELD_S = 60.0
+"""Time after the last request in which slots come back."""
 
 
 def say(text: str) -> None:
@@ -184,11 +186,20 @@ class Soak:
     def hold(self) -> None:
         """Count what processes hold while no request is in flight."""
         self.users.pause()
-        with suppress(AssertionError):  # what is still held is told
-            until(lambda: not any(map(self._unowned, ENGINES)), every_s=0.1, within_s=60)
+        slots: dict[str, int] = {}
+
+        def are_free() -> bool:
+            slots.update({name: self._unowned(name) for name in ENGINES})
+            return not any(slots.values())
+
+        try:
+            until(are_free, every_s=0.1, within_s=HELD_S)
+        except AssertionError:  # the page tells what is still held
+            for name in ENGINES:
+                say(f"    {name} holds {slots[name]} slots: {self.stage.stats(name)}")
         now_s = time.monotonic()
-        for name, engine in self.engines.items():
-            self.held.append(_held(name, now_s, self._unowned(name), engine.alive()))
+        for name, engine in self.engines.items():  # later on a level may write a block again
+            self.held.append(_held(name, now_s, slots[name], engine.alive()))
         self.held.append(_held("alone", now_s, 0, self.alone.alive()))
         if self.stage.lanes:
             serve = self.stage.serve.server.process.pid
