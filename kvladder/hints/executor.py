@@ -548,8 +548,10 @@ class HintExecutor:
 
     def _count(self, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
         """Count the outcomes of actions; with the lock held."""
-        verbs = (verb_of(action.action_type) for action in actions)
-        self._counts.update(zip(verbs, (result.outcome for result in results), strict=True))
+        pairs = zip(actions, results, strict=True)
+        found = Counter([(action.action_type, result.outcome) for action, result in pairs])
+        for (kind, outcome), count in found.items():
+            self._counts[verb_of(kind), outcome] += count
 
 
 _UNNAMED = ActionResult("", "missing", "no whole block is named")
