@@ -297,7 +297,8 @@ def hint(data: bytes) -> None:
             _read(json.loads(data))
         return
     again = _read(msgspec.json.encode(found))
-    assert again is not None and again.message_id == found.message_id
+    assert again is not None
+    assert again.message_id == found.message_id
     assert [*map(_order, again.actions)] == [*map(_order, found.actions)]
     assert len(found.message_id) <= hints.ID_MAX
     with suppress(hints.RefusedHint):

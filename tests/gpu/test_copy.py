@@ -131,7 +131,7 @@ def test_offloaded_bytes_come_back_into_other_blocks(
 ) -> None:
     torch.manual_seed(1)
     tensors = shape()
-    sizes = {name: PAGE for name in tensors} if shape is kernel_blocks else None
+    sizes = dict.fromkeys(tensors, PAGE) if shape is kernel_blocks else None
     pages = BlockPages.of(tensors, blocks=BLOCKS, page_bytes=sizes)
     copier = make(pages, arena, 128)
     before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
