@@ -150,7 +150,7 @@ def require_from(server: Server, level: str, expected: list[int]) -> None:
 
 def require_prefetched(server: Server, expected: list[int]) -> None:
     """Check that a hint brings a prompt up before its request, which is then served from host."""
-    assert server.hint("prefetch", **NAMED | {"salt": "nobody"})[0] == "missing"
+    assert server.hint("retain", priority=60, **NAMED | {"salt": "nobody"})[0] == "missing"
     assert server.hint("prefetch", **NAMED) == ("accepted", "", WHOLE)
     until(lambda: server.hints()["in_flight"] == 0)
     require_from(server, "host", expected)
