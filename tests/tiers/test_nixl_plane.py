@@ -30,7 +30,7 @@ def test_a_block_of_any_length_is_written_up_to_the_next_eighth() -> None:
 
 def write_all_lengths() -> None:
     """Write blocks of lengths around each eighth, and look at the other end's slots."""
-    from kvladder.arena import Arena
+    from kvladder.arena import Arena, Slot
     from kvladder.tiers.nixl.plane import CLASSES, NixlPlane
 
     unit = BLOCK // CLASSES
@@ -41,7 +41,7 @@ def write_all_lengths() -> None:
         ours, theirs = (NixlPlane(one, "tcp", "lo") for one in (near, far))
         try:
             ours.join(theirs.metadata, theirs.area, BLOCK)
-            for slot in range(count):
+            for slot in map(Slot, range(count)):
                 near.view(slot)[:] = b"\x5a" * SLOT
             until = time.monotonic() + PATIENCE_S
             posted = ours.write(range(count), range(count), lengths)
@@ -50,7 +50,7 @@ def write_all_lengths() -> None:
                 assert time.monotonic() < until
             for slot, length in enumerate(lengths):
                 written = -(-length // unit) * unit
-                assert bytes(far.view(slot)) == b"\x5a" * written + bytes(SLOT - written), length
+                assert bytes(far.view(Slot(slot))) == b"\x5a" * written + bytes(SLOT - written), length
         finally:
             ours.destroy()
             theirs.destroy()
