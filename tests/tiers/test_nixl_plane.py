@@ -41,8 +41,8 @@ def write_all_lengths() -> None:
         ours, theirs = (NixlPlane(one, "tcp", "lo") for one in (near, far))
         try:
             ours.join(theirs.metadata, theirs.area, BLOCK)
-            for slot in map(Slot, range(count)):
-                near.view(slot)[:] = b"\x5a" * SLOT
+            for number in range(count):
+                near.view(Slot(number))[:] = b"\x5a" * SLOT
             until = time.monotonic() + PATIENCE_S
             posted = ours.write(range(count), range(count), lengths)
             while not ours.ended(posted):
@@ -50,7 +50,8 @@ def write_all_lengths() -> None:
                 assert time.monotonic() < until
             for slot, length in enumerate(lengths):
                 written = -(-length // unit) * unit
-                assert bytes(far.view(Slot(slot))) == b"\x5a" * written + bytes(SLOT - written), length
+                expected = b"\x5a" * written + bytes(SLOT - written)
+                assert bytes(far.view(Slot(slot))) == expected, length
         finally:
             ours.destroy()
             theirs.destroy()
