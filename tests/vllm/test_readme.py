@@ -30,7 +30,7 @@ NAMED: dict[str, Any] = {"tokens": PROMPT, "salt": "a tenant"}
 """The whole blocks of the prompt, to hints."""
 SPANS = ("lookup", "fetch", "read", "copy", "save")
 SHARED = """
-  - {{name: shared, type: redis, url: {}, capacity: 64 MiB, min_priority: 90}}
+  - {{name: shared, type: redis, url: {}, capacity: 64 MiB, when: commit, min_priority: 90}}
 """
 """One more level, that both servers read."""
 TRACED = {
