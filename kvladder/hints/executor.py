@@ -355,7 +355,9 @@ class HintExecutor:
     def _count(self, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
         """Count the outcomes of actions; with the lock held."""
         pairs = zip(actions, results, strict=True)
-        found = Counter([(action.action_type, result.outcome) for action, result in pairs])
+        found: Counter[tuple[str, Outcome]] = Counter(
+            [(action.action_type, result.outcome) for action, result in pairs]
+        )
         for (kind, fate), count in found.items():
             self._counts[verb_of(kind), fate] += count
 
