@@ -15,7 +15,7 @@ import kvladder
 from benchmarks.instant import keys_of
 from benchmarks.row import Row
 from kvladder.hints import HintExecutor
-from kvladder.hints.executor import OwnRequest
+from kvladder.hints.scopes import OwnRequest
 from kvladder.keys import salt_digest
 from kvladder.tiers.ladder.upkeep.commands import Ranking
 

@@ -208,7 +208,7 @@ def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[
         public = read_keys(config.keys).public.decode()
         if not config.roster:
             return {}
-        return {"announced": ", ".join(asyncio.run(listed(config.roster, public))) or "none"}
+        return {"announced": ", ".join(asyncio.run(listed(config.roster, [public]))) or "none"}
     except ConfigError as error:
         raise within("export", error) from error
     except TierError as error:

@@ -264,10 +264,19 @@ class PrioritizedLRU(EvictionPolicy):
         self._len += len(handles) - 1
 
     def touch(self, handle: int) -> None:
-        priority = self._priority[handle]
-        if self._tail[priority] != handle:
-            self.remove(handle)
-            self.push(handle, priority)
+        priority, tail = self._priority[handle], self._tail
+        last = tail[priority]
+        if last == handle:
+            return
+        after, before = self._next, self._prev
+        older, newer = before[handle], after[handle]
+        before[newer] = older
+        if older == _NIL:
+            self._head[priority] = newer
+        else:
+            after[older] = newer
+        after[last], before[handle], after[handle] = handle, last, _NIL
+        tail[priority] = handle
 
     def touch_all(self, handles: Sequence[int]) -> None:
         if len(handles) < BULK_MIN:

@@ -72,7 +72,9 @@ class BlockPages:
         blocks: int,
         page_bytes: Mapping[str, int] | None = None,
     ) -> BlockPages:
-        """Describe tensors; the first dimension of each counts blocks, or equal parts of blocks.
+        """Describe tensors; the first dimension of each counts blocks.
+
+        With ``page_bytes`` it may count equal parts of blocks, as the size says how many there are.
 
         Parameters
         ----------
@@ -96,7 +98,7 @@ class BlockPages:
             raise LayoutError(what, hint="expected one device")
         views: dict[tuple[int, int, int], tuple[list[str], torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            view = _view(name, tensor, blocks)
+            view = _view(name, tensor, blocks, has_parts=page_bytes is not None)
             expected = view.shape[1] if page_bytes is None else page_bytes[name]
             if view.shape[1] != expected:
                 what = f"{name}: a block takes {view.shape[1]} bytes in the tensor"
@@ -147,15 +149,17 @@ def _element(tensor: torch.Tensor) -> tuple[str, int]:
     return str(tensor.dtype).removeprefix("torch."), run
 
 
-def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+def _view(name: str, tensor: torch.Tensor, blocks: int, *, has_parts: bool) -> torch.Tensor:
     """Return ``tensor`` as uint8 ``[blocks, bytes]``, sharing its memory.
 
-    Raises LayoutError if a block's bytes are not one run, or blocks overlap.
+    With ``has_parts`` the first dimension may count equal parts of blocks. Raises LayoutError if a
+    block's bytes are not one run, or blocks overlap.
     """
     shape, strides = tuple(tensor.shape), tensor.stride()
     found = f"{name}: shape {shape} with strides {tuple(strides)}"
-    if blocks < 1 or not shape or shape[0] % blocks:
-        raise LayoutError(found, hint=f"expected {blocks} blocks along the first dimension")
+    if blocks < 1 or not shape or shape[0] % blocks or (shape[0] != blocks and not has_parts):
+        hint = f"expected {blocks} blocks along the first dimension, one tensor for each layer"
+        raise LayoutError(found, hint=hint)
     parts = shape[0] // blocks
     inner = [*zip(shape[1:], strides[1:], strict=True)]
     if parts > 1:  # the engine's kernels see each block as several smaller ones

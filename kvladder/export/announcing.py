@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from kvladder.errors import ConfigError, TierError
 from kvladder.export.link import FarOffers, Serve
-from kvladder.tiers.nixl.curve import read_keys
+from kvladder.tiers.context import Blocking
+from kvladder.tiers.nixl.curve import KeyRing
 from kvladder.tiers.nixl.roster import BEAT_S, Entry, Roster, run_of
 
 LEAVE_S = 1.0
@@ -16,33 +18,46 @@ LEAVE_S = 1.0
 
 
 class RosterAnnouncer:
-    """Keeps an entry on a roster.
+    """Keeps an entry on a roster, in the list of the current public key.
 
     Parameters
     ----------
     say:
         Called with the reason why clients do not find the exporter.
+    renew:
+        Reads the keys again.
     """
 
     def __init__(
-        self, roster: Roster, name: str, entry: Entry, say: Callable[[str], object]
+        self,
+        roster: Roster,
+        name: str,
+        entry: Entry,
+        say: Callable[[str], object],
+        renew: Callable[[], Awaitable[object]],
     ) -> None:
         self._roster = roster
         self._name = name
         self._entry = entry
         self._say = say
-        self._is_new = True
+        self._renew = renew
+        self._public = ""
+        """Public key of the list that has the entry."""
         self._why = ""
 
     def gauges(self) -> dict[str, int]:
         """Return ``announced``: 1 if clients can find the exporter, else 0."""
-        return {"announced": int(not self._is_new and not self._why)}
+        return {"announced": int(bool(self._public) and not self._why)}
 
     async def beat(self) -> None:
         """Write or renew the entry; raise ConfigError if Redis refuses the login."""
         try:
-            is_there = await self._roster.announce(self._name, self._entry, first=self._is_new)
-            self._is_new = False
+            await self._renew()
+            before, self._public = self._public, self._roster.public
+            is_new = before != self._public
+            is_there = await self._roster.announce(self._name, self._entry, first=is_new)
+            if is_new and before:
+                await self._roster.leave(self._name, self._entry.run, before)
             self._failed("" if is_there else f"another cache has taken its name, {self._name}")
         except TierError as error:
             self._failed(str(error))
@@ -70,7 +85,7 @@ class RosterAnnouncer:
 
 @asynccontextmanager
 async def announced(
-    offers: FarOffers, told: Serve, address: str
+    offers: FarOffers, told: Serve, address: str, run_blocking: Blocking
 ) -> AsyncGenerator[Callable[[], Mapping[str, int]]]:
     """Announce what is served at ``address`` while the context lasts; yield a reader of its gauges.
 
@@ -90,8 +105,10 @@ async def announced(
         block_bytes=offers.block_bytes_max,
         namespace=told.namespace.hex(),
     )
-    roster = Roster(told.roster, read_keys(told.keys).public.decode())
-    announcer = RosterAnnouncer(roster, told.name or reached, entry, offers.say)
+    ring = KeyRing(told.keys, lambda _: None)  # the exporter's own says what changes
+    roster = Roster(told.roster, lambda: [ring.keys.public.decode()])
+    renew = partial(run_blocking, ring.renew)
+    announcer = RosterAnnouncer(roster, told.name or reached, entry, offers.say, renew)
     running: asyncio.Task[None] | None = None
     try:
         await announcer.beat()

@@ -107,7 +107,10 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingSta
         run_blocking=pool.run,
         say=offers.say,
     )
-    async with clients as (address, exporter), announced(offers, told, address) as announcing:
+    async with (
+        clients as (address, exporter),
+        announced(offers, told, address, pool.run) as announcing,
+    ):
         yield ServingStarted(address, lambda: {**exporter.gauges(), **announcing()})
 
 

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from kvladder.hints.outcomes import (
-    UNKNOWN,
-    end_s,
-    end_span,
-    outcome,
-    rejected,
-    verb_of,
-)
-from kvladder.hints.pending import RETRY_MAX_S, Fetching, Later, Scoped
+from kvladder.hints.fetches import PREFETCHES_MAX, WAITING_MAX, HintFetches
+from kvladder.hints.late import LateActions
+from kvladder.hints.moves import Move, move, require
+from kvladder.hints.outcomes import UNKNOWN, end_span, outcome, rejected, verb_of
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
     VERSIONS,
     Action,
     ActionResult,
-    DemoteHint,
     Envelope,
     Order,
     Outcome,
@@ -32,51 +25,23 @@ from kvladder.hints.protocol import (
     PrefetchHint,
     RefusedHint,
     RetainHint,
-    Scope,
-    ShareHint,
     content_of,
     order_of,
     read,
 )
 from kvladder.hints.rankings import RANKS, RankingBatch, clipped
-from kvladder.keys import BlockKey, salt_digest
-from kvladder.manager import CacheManager, Fetch
-from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.policy.fetch_cost import ANYTHING
-from kvladder.tiers.ladder.upkeep.commands import Moved, Ranking
+from kvladder.hints.scopes import NO_REQUEST, NameBlocks, OwnRequest, Scoped, Scopes
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager
 from kvladder.tiers.spans import HintsSpan, TraceHeaders
 from kvladder.units import counted
 
 MESSAGES_MAX = 4096
 """Number of messages whose results are kept, so that a repeated one is not done again."""
-PREFETCHES_MAX = 16
-"""Number of fetches for hints in flight at once."""
-WAITING_MAX = 256
-"""Number of actions that may wait until such a fetch may begin."""
-SAVED_S = 30.0
-"""Time during which an action about a finished request waits for the saves of its blocks."""
-OUT = "out"
-"""Name of no level: where demoted blocks are forgotten."""
 POLL_S = 0.02
 """Time between two looks at fetches in flight."""
-Move: TypeAlias = DemoteHint | ShareHint
-NameBlocks: TypeAlias = Callable[[Sequence[int], str], Sequence[Sequence[BlockKey]]]
-"""Returns the keys of the whole blocks of tokens under a salt, by group of layers.
-
-Any thread may call it.
-"""
 POSTED = "\0posted"
 """The caller of hints that come without a request. All that send such hints share message ids."""
-
-
-class OwnRequest(NamedTuple):
-    """The request that brings hints, if one does: its blocks are the default scope."""
-
-    keys: Sequence[BlockKey] = ()
-    salt: str = ""
-
-
-_NONE: Final = OwnRequest()
 
 
 class _Applied(NamedTuple):
@@ -100,13 +65,10 @@ class HintExecutor:
         self._commands = manager.commands
         self._lock = Lock()
         self._results: OrderedDict[tuple[str, str], _Applied] = OrderedDict()
-        self._fetching: list[Fetching] = []
-        self._later: deque[Later] = deque(maxlen=WAITING_MAX)
-        self._later_s = inf
-        """Loop time at which the first of these is tried again."""
+        self._scopes = Scopes(manager)
+        self._fetches = HintFetches(manager)
+        self._late = LateActions(manager)
         self._counts: Counter[tuple[str, Outcome]] = Counter()
-        self._digested = "", salt_digest(manager.namespace, "")
-        """The last salt, with its digest."""
         self._is_polled = False
         """True while the loop looks at what is in flight."""
         self._is_closed = False
@@ -135,7 +97,7 @@ class HintExecutor:
             counts: dict[str, Any] = {}
             for (verb, outcome), count in sorted(self._counts.items()):
                 counts.setdefault(verb, {})[outcome] = count
-            return counts | {"in_flight": sum(one.fetch is not None for one in self._fetching)}
+        return counts | {"in_flight": self._fetches.in_flight}
 
     def apply(
         self,
@@ -218,68 +180,9 @@ class HintExecutor:
         return results
 
     def later(self, order: Order, keys: Sequence[BlockKey], salt: str) -> None:
-        """Rank, demote or share blocks of a finished request, each as soon as it is saved.
-
-        Done once for each block. Those that are not saved within ``SAVED_S`` are given up, and the
-        oldest such action if too many wait.
-        """
-        now_s = self._manager.ladder.clock.now()
-        with self._lock:
-            one = Later(order, keys, self._digest(salt), now_s + SAVED_S, now_s, now_s)
-            self._later.append(one)
-            self._later_s = now_s
-        self._do_later()
+        """Rank, demote or share blocks of a finished request, each as soon as it is saved."""
+        self._late.add(order, keys, self._scopes.digest(salt))
         self._watch()
-
-    def _do_later(self) -> None:
-        now_s = self._manager.ladder.clock.now()
-        if now_s < self._later_s:
-            return
-        with self._lock:
-            waiting, self._later = self._later, deque(maxlen=WAITING_MAX)
-            self._later_s = inf
-        for one in waiting:
-            if one.again_s <= now_s:
-                one.keys = self._done_late(one).left
-                one.again_s = now_s + one.wait_s
-                one.wait_s = min(2 * one.wait_s, RETRY_MAX_S)
-            if one.keys and now_s < one.until_s:
-                with self._lock:
-                    self._later.append(one)
-                    self._later_s = min(self._later_s, one.again_s)
-
-    def _done_late(self, one: Later) -> Moved:
-        match one.order:
-            case PinHint():
-                return self._rank_late(one, PRIORITY_MAX, one.order.ttl_s)
-            case RetainHint():
-                return self._rank_late(one, one.order.priority, one.order.ttl_s)
-            case DemoteHint() | ShareHint():
-                return self._moves(one.order, one.keys, one.salt)
-            case PrefetchHint():  # the request has fetched its blocks itself
-                return Moved()
-
-    def _rank_late(self, one: Later, priority: int, ttl_s: float | None) -> Moved:
-        """Rank the blocks of a request that has finished; its time began then."""
-        (lower, within_s), _ = self.clipped(priority, ttl_s)
-        until_s = end_s(lower, within_s, one.since_s)
-        (moved,) = self._commands.rank([Ranking(one.keys, one.salt, lower, until_s, True)])
-        return moved
-
-    def _moves(self, order: Move, keys: Sequence[BlockKey], salt: bytes) -> Moved:
-        """Do what an order says with blocks that are in host memory.
-
-        An order that has waited may name a level that is gone: its blocks are then refused.
-        """
-        try:
-            self.require(order)
-        except RefusedHint:
-            return Moved(refused=len(keys))
-        if isinstance(order, ShareHint):
-            return self._commands.send(keys, salt, order.to or self._commands.shared_levels[0])
-        if order.to == OUT:
-            return self._commands.drop(keys, salt)
-        return self._commands.demote(keys, salt, order.to)
 
     def clipped(self, priority: int, ttl_s: float | None) -> tuple[tuple[int, float | None], str]:
         """Return a priority and its duration within the operator's limits, and how they differ.
@@ -290,14 +193,7 @@ class HintExecutor:
 
     def require(self, order: Move) -> None:
         """Raise ``RefusedHint`` if an order names a level that cannot take blocks for it."""
-        if isinstance(order, DemoteHint):
-            self._require_level(order.to)
-            return
-        shared = self._commands.shared_levels
-        if not shared:
-            raise RefusedHint("no level is shared: expected a Redis, NIXL, Mooncake or object tier")
-        if order.to is not None and order.to not in shared:
-            raise RefusedHint(f"level {order.to!r} is not shared: expected {' or '.join(shared)}")
+        require(self._manager, order)
 
     def count(self, action: Action, result: ActionResult) -> ActionResult:
         """Count the outcome of an action done elsewhere; return it with the id of the action."""
@@ -311,23 +207,15 @@ class HintExecutor:
 
         The loop calls it while anything is in flight; others need not.
         """
-        self._do_later()
-        with self._lock:
-            ended = [one for one in self._fetching if one.fetch is not None and one.fetch.done]
-            self._fetching = [one for one in self._fetching if one not in ended]
-        for one in ended:
-            self._end(one)
-        self._begin_waiting()
+        self._late.poll()
+        self._fetches.poll()
 
     def close(self) -> None:
         """Give up all fetches; may be called again."""
         with self._lock:
-            fetching, self._fetching = self._fetching, []
-            self._later.clear()
             self._is_closed = True
-        for one in fetching:
-            if one.fetch is not None:
-                one.fetch.release()
+        self._late.clear()
+        self._fetches.close()
 
     # ---- one action
 
@@ -338,12 +226,12 @@ class HintExecutor:
 
         Returns the outcome of each.
         """
-        own, now_s = request or _NONE, self._manager.ladder.clock.now()
+        own, now_s = request or NO_REQUEST, self._manager.ladder.clock.now()
         found: list[ActionResult] = [_UNNAMED] * len(actions)
         batch = RankingBatch(
             self._commands,
             self._manager.limits,
-            (own.keys, self._digest(own.salt)),
+            (own.keys, self._scopes.digest(own.salt)),
             partial(self._named, request),
             now_s,
         )
@@ -369,40 +257,22 @@ class HintExecutor:
     ) -> ActionResult:
         if isinstance(order, PrefetchHint) and order.cancels is not None:
             return self._cancel((message[0], order.cancels))
-        scope = self._scope(order, request)
+        scope = self._scopes.of(order, request)
         if not any(scope.runs):
             return _UNNAMED
         if isinstance(order, PrefetchHint):
-            return self._prefetch(message, scope, order)
-        return self._move(message, scope, order)
-
-    def _scope(self, scope: Scope, request: OwnRequest | None) -> Scoped:
-        """Return the blocks that an action names."""
-        own = request or _NONE
-        salt = own.salt if scope.salt is None else scope.salt
-        if request is not None and salt != own.salt:
-            raise RefusedHint("the salt is not that of the request: expected none, or the same")
-        if scope.session is not None:
-            try:
-                runs, salt_of = self._manager.sessions.last(scope.session)
-            except ValueError:
-                return Scoped([], salt, is_prefix=False)
-            return Scoped(runs if salt_of == salt else [], salt, is_prefix=True)
-        if scope.keys is not None:
-            keys = [BlockKey(bytes.fromhex(key)) for key in scope.keys]
-            return Scoped([keys], salt, is_prefix=False)
-        if scope.tokens is None:
-            return Scoped([own.keys], salt, is_prefix=True)
-        if self.name_blocks is None:
-            raise RefusedHint("this engine names blocks itself: expected a session or keys")
-        return Scoped(self.name_blocks(scope.tokens, salt), salt, is_prefix=True)
+            result = self._prefetch(message, scope, order)
+        else:
+            result = self._move(message, scope, order)
+        self._watch()
+        return result
 
     def _named(
         self, request: OwnRequest | None, order: PinHint | RetainHint
     ) -> tuple[Sequence[BlockKey], bytes, bool]:
         """Return the blocks that a ranking names; see ``RankingBatch``."""
-        scope = self._scope(order, request)
-        return scope.keys, self._digest(scope.salt), scope.is_prefix
+        scope = self._scopes.of(order, request)
+        return scope.keys, self._scopes.digest(scope.salt), scope.is_prefix
 
     def _prefetch(
         self, message: tuple[str, str], scope: Scoped, order: PrefetchHint
@@ -414,13 +284,14 @@ class HintExecutor:
         for run in scope.runs:
             length = self._manager.reach(run)
             if not scope.is_prefix:  # the keys may be another's: only recorded owners count
-                length = min(length, self._commands.own(run, self._digest(scope.salt)))
+                length = min(length, self._commands.own(run, self._scopes.digest(scope.salt)))
             reached += length
             runs.append(run[: min(length, budget - sum(map(len, runs)))])
         wanted = sum(map(len, runs))
         if not wanted:
             return ActionResult("", "missing", "no level holds these blocks")
-        waits = [self._fetch(message, run, scope, None, order.deadline_s) for run in runs if run]
+        begin, deadline_s = self._fetches.begin, order.deadline_s
+        waits = [begin(message, run, scope, deadline_s=deadline_s) for run in runs if run]
         if None in waits:
             return ActionResult("", "rejected", _FULL)
         if any(waits):
@@ -431,87 +302,34 @@ class HintExecutor:
         return ActionResult("", "accepted", blocks=wanted)
 
     def _cancel(self, message: tuple[str, str]) -> ActionResult:
-        """Give up the fetches of a message."""
-        with self._lock:
-            own = [one for one in self._fetching if one.message == message]
-            self._fetching = [one for one in self._fetching if one not in own]
-        blocks = 0
-        for one in own:
-            if one.fetch is not None:
-                blocks += len(one.fetch.keys)
-                one.fetch.release()
-        if not own:
+        blocks = self._fetches.cancel(message)
+        if blocks is None:
             return ActionResult("", "missing", "no prefetch of this message is in flight")
         return ActionResult("", "accepted", blocks=blocks)
 
     def _move(self, message: tuple[str, str], scope: Scoped, order: Move) -> ActionResult:
         """Move or copy the blocks; those that are not in host memory are brought up first."""
-        self.require(order)
-        keys, salt = scope.keys, self._digest(scope.salt)
-        moved = self._moves(order, keys, salt)
+        require(self._manager, order)
+        keys, salt = scope.keys, self._scopes.digest(scope.salt)
+        moved = move(self._manager, order, keys, salt)
         if not moved.away:
             return outcome(moved)
-        again = partial(self._moves, order, moved.away, salt)
-        if self._fetch(message, moved.away, scope, again, None) is None:
+        again = partial(move, self._manager, order, moved.away, salt)
+        if self._fetches.begin(message, moved.away, scope, again) is None:
             return ActionResult("", "rejected", _FULL, moved.done)
         why = f"{counted(len(moved.away), 'block')} must come to host memory first"
         return ActionResult("", "deferred", why, moved.done)
 
-    def _require_level(self, name: str | None) -> None:
-        names = list(self._manager.ladder.indexes)[1:]
-        if name is not None and name not in (*names, OUT):
-            expected = ", ".join([*names, OUT])
-            raise RefusedHint(f"no level below host has the name {name!r}: expected {expected}")
+    # ---- what is in flight
 
-    # ---- fetches
-
-    def _fetch(
-        self,
-        message: tuple[str, str],
-        keys: Sequence[BlockKey],
-        scope: Scoped,
-        then: Callable[[], object] | None,
-        deadline_s: float | None,
-    ) -> bool | None:
-        """Bring blocks up now or later, then run ``then``.
-
-        Returns whether it has to wait for others; None if too many wait.
-        """
-
-        def begin() -> Fetch:
-            return self._manager.fetch(
-                keys, salt=scope.salt, saves=ANYTHING, is_use=False, deadline_s=deadline_s
-            )
-
-        one = Fetching(message, begin, then)
-        with self._lock:
-            if self._is_closed or len(self._fetching) >= PREFETCHES_MAX + WAITING_MAX:
-                return None
-            self._fetching.append(one)
-        self._begin_waiting()
-        self._watch()
-        return one.fetch is None
-
-    def _begin_waiting(self) -> None:
-        """Begin fetches, oldest first, while fewer than the limit are in flight."""
-        while True:
-            with self._lock:
-                waiting = [one for one in self._fetching if not one.is_begun]
-                if not waiting or len(self._fetching) - len(waiting) >= PREFETCHES_MAX:
-                    return
-                one = waiting[0]
-                one.is_begun = True
-            fetch = one.begin()
-            with self._lock:
-                one.fetch = fetch
-                is_wanted = one in self._fetching
-            if not is_wanted:  # cancelled, or closed, meanwhile
-                fetch.release()
+    @property
+    def _is_busy(self) -> bool:
+        return self._fetches.is_busy or self._late.is_busy
 
     def _watch(self) -> None:
         """Have the loop look at what is in flight, until nothing is."""
         with self._lock:
-            if self._is_polled or self._is_closed or not (self._fetching or self._later):
+            if self._is_polled or self._is_closed or not self._is_busy:
                 return
             self._is_polled = True
         self._manager.post(self._look)
@@ -521,24 +339,12 @@ class HintExecutor:
             self.poll()
         finally:
             with self._lock:
-                self._is_polled = not self._is_closed and bool(self._fetching or self._later)
+                self._is_polled = not self._is_closed and self._is_busy
                 again = self._is_polled
             if again:
                 asyncio.get_running_loop().call_later(POLL_S, self._look)
 
-    def _end(self, one: Fetching) -> None:
-        if one.then is not None:
-            one.then()
-        if one.fetch is not None:
-            one.fetch.release()
-
     # ---- outcomes
-
-    def _digest(self, salt: str) -> bytes:
-        known = self._digested
-        if known[0] != salt:
-            known = self._digested = salt, salt_digest(self._manager.namespace, salt)
-        return known[1]
 
     def _all_rejected(self, envelope: Envelope, why: str) -> list[ActionResult]:
         results = [rejected(action, why) for action in envelope.actions]
@@ -548,8 +354,12 @@ class HintExecutor:
 
     def _count(self, actions: Sequence[Action], results: Sequence[ActionResult]) -> None:
         """Count the outcomes of actions; with the lock held."""
-        verbs = (verb_of(action.action_type) for action in actions)
-        self._counts.update(zip(verbs, (result.outcome for result in results), strict=True))
+        pairs = zip(actions, results, strict=True)
+        found: Counter[tuple[str, Outcome]] = Counter(
+            [(action.action_type, result.outcome) for action, result in pairs]
+        )
+        for (kind, fate), count in found.items():
+            self._counts[verb_of(kind), fate] += count
 
 
 _UNNAMED = ActionResult("", "missing", "no whole block is named")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvladder.hints.executor import HintExecutor, OwnRequest
+from kvladder.hints.executor import HintExecutor
 from kvladder.hints.outcomes import end_span
 from kvladder.hints.protocol import (
     ACTIONS_MAX,
@@ -24,6 +24,7 @@ from kvladder.hints.protocol import (
     order_of,
     read,
 )
+from kvladder.hints.scopes import OwnRequest
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.spans import TraceHeaders

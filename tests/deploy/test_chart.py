@@ -34,7 +34,7 @@ OF_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of the Prometheus operator, without a schema among Kubernetes' own."""
 VERSIONS = ["1.30.0", kubernetes_validate.latest_version()]
 ENVIRONMENT = {"KVLADDER_REDIS_URL": "redis://redis:6379", "POD_IP": "10.0.0.9"}
-ENVIRONMENT |= {"KVLADDER_KEY": "11" * 32, "KVLADDER_HTTP_TOKEN": "22" * 16}
+ENCRYPTED = {"name": "aes-gcm", "key_file": "/run/secrets/encryption/KVLADDER_KEY"}
 RULES = "groups: [{name: kvladder, rules: [{alert: Down, expr: 'up == 0'}]}]"
 
 
@@ -180,16 +180,56 @@ def test_secrets_are_references_alone():
     manifests = render(values_of("shared"))
     pod = pods(manifests)["kv-engine"]
     env = {one["name"]: one for one in pod["containers"][0]["env"]}
-    for name, secret in (
-        ("KVLADDER_KEY", "kvladder-encryption"),
-        ("KVLADDER_REDIS_URL", "kvladder-redis"),
-    ):
-        assert set(env[name]) == {"name", "valueFrom"}
-        assert env[name]["valueFrom"]["secretKeyRef"]["name"] == secret
+    url = env["KVLADDER_REDIS_URL"]
+    assert set(url) == {"name", "valueFrom"}
+    assert url["valueFrom"]["secretKeyRef"]["name"] == "kvladder-redis"
     assert not of_kind(manifests, "Secret")
     assert "redis://" not in json.dumps(manifests)
     added = [one for one in tiers(manifests) if one["type"] in {"nixl", "redis"}]
-    assert [one["codecs"] for one in added] == [["aes-gcm"], ["aes-gcm"]]
+    assert [one["codecs"] for one in added] == [[ENCRYPTED], [ENCRYPTED]]
+
+
+def mounted(pod: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the Secret whose files a pod's container has in a folder."""
+    (one,) = pod["containers"]
+    (mount,) = [mount for mount in one["volumeMounts"] if mount["mountPath"] == folder]
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "such a file does not change while the pod runs"
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    found: dict[str, Any] = volume["secret"]
+    assert found["defaultMode"] == 0o440, "kvladder reports a file that every user may read"
+    return found
+
+
+def test_keys_and_tokens_are_files_that_change_while_pods_run():
+    values = values_of("shared")
+    values["engine"]["secretFiles"] = values["server"]["secretFiles"] = "kvladder-more"
+    own = {"name": "aes-gcm", "key_file": "/run/secrets/files/own"}
+    level = {"type": "files", "path": "/cache/kv", "capacity": "10 GiB"}
+    values["engine"]["stack"] = {
+        "arena": {"size": "8 GiB"},
+        "forget": {"path": "/cache/forget", "key_file": "/run/secrets/files/receipt"},
+        "tiers": [
+            {"name": "host", "type": "host"},
+            {"name": "nvme", "codecs": ["zstd", "aes-gcm"], **level},
+            {"name": "other", "codecs": [own], **level},
+        ],
+    }
+    manifests = render(values)
+    found = {one["name"]: one.get("codecs") for one in tiers(manifests)}
+    assert found["nvme"] == ["zstd", ENCRYPTED]
+    assert found["other"] == [own]
+    assert found["host"] is None
+    engine, server = (pods(manifests)[f"kv-{part}"] for part in ("engine", "server"))
+    secret = mounted(engine, "/run/secrets/encryption")
+    assert secret["secretName"] == "kvladder-encryption"
+    assert secret["items"] == [{"key": "KVLADDER_KEY", "path": "KVLADDER_KEY"}]
+    assert mounted(server, "/run/secrets/http")["secretName"] == "kvladder-http"
+    http = yaml.safe_load(stacks(manifests)["kv-server"])["http"]
+    assert http["token_file"] == "/run/secrets/http/token"
+    for pod in (engine, server):
+        assert mounted(pod, "/run/secrets/files")["secretName"] == "kvladder-more"
+    assert "secrets/files" not in json.dumps(pods(render(values_of("shared"))))
 
 
 def test_keys_are_copied_for_their_user_alone():
@@ -242,9 +282,6 @@ def test_servers_with_a_port_are_watched():
         wanted = one["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert "http" in [port["name"] for port in service["spec"]["ports"]]
-    (serve,) = pods(manifests)["kv-server"]["containers"]
-    (token,) = [one for one in serve["env"] if one["name"] == "KVLADDER_HTTP_TOKEN"]
-    assert token["valueFrom"]["secretKeyRef"] == {"name": "kvladder-http", "key": "token"}
 
 
 def test_drains_take_one_pod_at_a_time():

@@ -45,7 +45,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest_asyncio.fixture
 async def roster(redis: RedisServer) -> AsyncIterator[Roster]:
     redis.run("FLUSHALL")
-    roster = Roster(redis.url, PUBLIC)
+    roster = Roster(redis.url, lambda: [PUBLIC])
     yield roster
     await roster.aclose()
 
@@ -130,11 +130,11 @@ class TestList:
 
     async def test_a_silent_redis_is_an_error_within_the_timeout(self, tmp_path: Path) -> None:
         with pytest.raises(TierError, match=r"redis://127\.0\.0\.1:1: "):
-            await listed("redis://127.0.0.1:1", PUBLIC)
+            await listed("redis://127.0.0.1:1", [PUBLIC])
         with RedisServer(tmp_path) as stopped:
             stopped.pause()
             with pytest.raises(TierError, match="no answer within 2 s|[Tt]imeout"):
-                await listed(stopped.url, PUBLIC)
+                await listed(stopped.url, [PUBLIC])
 
     async def test_missing_permissions_are_reported_without_a_secret(
         self, roster: Roster, redis: RedisServer
@@ -146,13 +146,13 @@ class TestList:
             ("reader:falsch", Roster.read),
             ("reader:geheim", lambda one: one.announce("a", entry(), first=True)),
         ):
-            barred = Roster(where.format(user), PUBLIC)
+            barred = Roster(where.format(user), lambda: [PUBLIC])
             with pytest.raises(ConfigError, match="denies access") as refused:
                 await call(barred)
             assert "geheim" not in str(refused.value)
             assert "falsch" not in str(refused.value)
             await barred.aclose()
-        assert await listed(where.format("reader:geheim"), PUBLIC) == {}
+        assert await listed(where.format("reader:geheim"), [PUBLIC]) == {}
 
 
 # ---- settings
@@ -268,7 +268,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 # killed without a restart; how long it stays in the list depends on the time
                 one.kill()
                 public = read_keys(str(keys / "client.keys")).peers[0]
-                until(lambda: not asyncio.run(listed(roster, public)))
+                until(lambda: not asyncio.run(listed(roster, [public])))
 
 
 def test_obstacles_to_announcing_are_reported(tmp_path: Path) -> None:

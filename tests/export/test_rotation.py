@@ -11,6 +11,7 @@ import yaml
 from kvladder import Layout, open_cache
 from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
+from kvladder.testing.redisserver import RedisServer
 from tests.kit.served import Server
 from tests.kit.traffic import forgotten, loaded, stored
 from tests.kit.traffic import keys as blocks
@@ -32,12 +33,21 @@ def edit(file: Path, **changed: Any) -> dict[str, Any]:
     return before
 
 
+def level(server: Server, **more: Any) -> dict[str, Any]:
+    """Return the level of an engine that finds a server by its address, or by its roster."""
+    told = server.level(**more)
+    if "roster" in server.stack["export"]:
+        del told["servers"]
+        told["roster"] = server.stack["export"]["roster"]
+    return told
+
+
 def connects(server: Server, keys: Path) -> bool:
     """Return whether a server takes a client's keys; raise other errors."""
-    level = server.level(keys=str(keys), required=True)
+    far = level(server, keys=str(keys), required=True)
     try:
         with open_cache(
-            {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, level]}, layout=LAYOUT
+            {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, far]}, layout=LAYOUT
         ):
             return True
     except ConfigError as error:
@@ -48,8 +58,8 @@ def connects(server: Server, keys: Path) -> bool:
 
 def engine(server: Server, keys: Path) -> Any:
     """Return the open cache of an engine that keeps its blocks in the server."""
-    level = server.level(keys=str(keys), breaker={"failures": 1, "retry": "100 ms"})
-    stack = {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, level]}
+    far = level(server, keys=str(keys), breaker={"failures": 1, "retry": "100 ms"})
+    stack = {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, far]}
     stack["fetch"] = {"when": "always", "deadline": "10 s"}
     return open_cache(stack, layout=LAYOUT)
 
@@ -105,6 +115,34 @@ def test_clients_get_new_keys_while_the_server_runs(tmp_path):
             use(cache, 7, 8)
             assert server.stats()["export"]["process"] == process, "it was not started again"
         assert not said(server, before["secret"])
+
+
+def test_a_server_of_a_roster_gets_another_secret_key_while_its_clients_find_it(tmp_path):
+    with (
+        RedisServer(tmp_path / "redis") as redis,
+        Server(tmp_path / "server", roster=redis.url) as server,
+    ):
+        own, client = server.keys / "server.keys", server.keys / "client.keys"
+        made, theirs = make_keys(tmp_path / "new")
+        secret = yaml.safe_load(made.read_text())["secret"]
+        (new,) = yaml.safe_load(theirs.read_text())["peers"]
+        (old,) = yaml.safe_load(client.read_text())["peers"]
+
+        def announced() -> list[str]:
+            found = [name.decode() for name in redis.run("KEYS", "kvladder:far-ends:*")]
+            return [name.removeprefix("kvladder:far-ends:") for name in found]
+
+        assert announced() == [old]
+        with engine(server, client) as cache:
+            use(cache, 1, 2)
+            edit(client, peers=[old, new])
+            edit(own, secret=secret)
+            until(lambda: lost(server) == 1)
+            use(cache, 3, 4)
+            until(lambda: announced() == [new])
+            edit(client, peers=[new])
+            assert connects(server, client), "a client that starts finds the list of the new key"
+            use(cache, 5, 6)
 
 
 def test_a_server_gets_another_secret_key_while_it_and_its_clients_run(tmp_path):

@@ -14,8 +14,11 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["kvladder"]):
+    from tests.fuzz.target import TooLong, at_most
     from tests.fuzz.targets import TARGETS
 
+LIMIT_S = 5
+"""Processor time that an input may take."""
 KINDS_MAX = 20
 """Most kinds of failures after which it ends."""
 
@@ -27,7 +30,8 @@ def main() -> None:
 
     def one(data: bytes) -> None:
         try:
-            target.run(data)
+            with at_most(LIMIT_S):
+                target.run(data)
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             kind = f"{type(error).__name__} {last.filename}:{last.lineno}"
@@ -36,7 +40,7 @@ def main() -> None:
                 path = folder / hashlib.sha256(data).hexdigest()[:16]
                 path.write_bytes(data)
                 path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)))
-            if not isinstance(error, Exception) or len(kinds) > KINDS_MAX:
+            if not isinstance(error, Exception | TooLong) or len(kinds) > KINDS_MAX:
                 raise
 
     atheris.Setup(sys.argv, one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,29 @@ def explained(error: Exception) -> None:
 def framed(*frames: bytes) -> bytes:
     """Return frames as ``Input.frames`` reads them."""
     return b"".join(len(one).to_bytes(2, "little") + one for one in frames)
+
+
+class TooLong(BaseException):  # no target takes it for an error of its part
+    """An input took more processor time than it may."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise ``TooLong`` once this process has used so much processor time; for the main thread.
+
+    Time in which it waits, or others have the processor, does not count.
+    """
+
+    def end(_number: int, _frame: object) -> None:
+        raise TooLong(f"took more than {seconds:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager

@@ -290,14 +290,16 @@ def _events() -> Iterable[bytes]:
 
 
 def hint(data: bytes) -> None:
-    """Read an envelope of hints; a valid one is the same after it was sent again."""
+    """Read an envelope of hints; a valid one asks for the same after it was sent again."""
     found = _read(data)
     if found is None:
         with suppress(ValueError, RecursionError):
             _read(json.loads(data))
         return
     again = _read(msgspec.json.encode(found))
-    assert again == found
+    assert again is not None
+    assert again.message_id == found.message_id
+    assert [*map(_order, again.actions)] == [*map(_order, found.actions)]
     assert len(found.message_id) <= hints.ID_MAX
     with suppress(hints.RefusedHint):
         assert hints.content_of(found.actions) == hints.content_of(found.actions)
@@ -306,6 +308,14 @@ def hint(data: bytes) -> None:
             order = hints.order_of(action)
             assert len(order.tokens or ()) <= hints.TOKENS_MAX
             assert len(order.keys or ()) <= hints.KEYS_MAX
+
+
+def _order(action: hints.Action) -> tuple[str, object]:
+    """Return the id of an action, and its order, or why there is none."""
+    try:
+        return action.action_id, hints.order_of(action)
+    except hints.RefusedHint as error:
+        return action.action_id, str(error)
 
 
 def _read(given: object) -> hints.Envelope | None:

@@ -131,7 +131,8 @@ def test_offloaded_bytes_come_back_into_other_blocks(
 ) -> None:
     torch.manual_seed(1)
     tensors = shape()
-    pages = BlockPages.of(tensors, blocks=BLOCKS)
+    sizes = dict.fromkeys(tensors, PAGE) if shape is kernel_blocks else None
+    pages = BlockPages.of(tensors, blocks=BLOCKS, page_bytes=sizes)
     copier = make(pages, arena, 128)
     before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
     pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two single blocks
@@ -360,6 +361,11 @@ def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
         BlockPages.of({"x": spread}, blocks=BLOCKS)
     with pytest.raises(LayoutError, match="12 blocks"):
         BlockPages.of({"x": torch.zeros(BLOCKS + 1, 2, 4, 4)}, blocks=BLOCKS)
+    layers_first = torch.zeros(2 * BLOCKS, BLOCKS, 64)
+    with pytest.raises(LayoutError, match=r"24, 12, 64.*one tensor for each layer"):
+        BlockPages.of({"x": layers_first}, blocks=BLOCKS)
+    with pytest.raises(LayoutError, match=r"6144 bytes.*expected 256"):
+        BlockPages.of({"x": layers_first}, blocks=BLOCKS, page_bytes={"x": 256})
     with pytest.raises(LayoutError, match=r"512 bytes.*expected 500"):
         BlockPages.of({"x": torch.zeros(BLOCKS, 2, 4, 16)}, blocks=BLOCKS, page_bytes={"x": 500})
     with pytest.raises(LayoutError, match="do not overlap"):

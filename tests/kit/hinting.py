@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.machine import RESULTS, machine
 from kvladder.hints import HintExecutor
-from kvladder.hints.executor import PREFETCHES_MAX, OwnRequest
+from kvladder.hints.fetches import PREFETCHES_MAX
+from kvladder.hints.scopes import OwnRequest
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
@@ -171,7 +172,7 @@ class HintWorld:
     def _watch(self) -> None:
         """Note how long fetches of hints have been waiting or in flight."""
         now_s = asyncio.get_running_loop().time()
-        pending = self.hints._fetching  # pyright: ignore[reportPrivateUsage]
+        pending = self.hints._fetches._fetching  # pyright: ignore[reportPrivateUsage]
         self._since_s = {id(one): self._since_s.get(id(one), now_s) for one in pending}
         for since_s in self._since_s.values():
             self.waited_s = max(self.waited_s, now_s - since_s)

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvladder.hints import HintExecutor
-from kvladder.hints.executor import OwnRequest
 from kvladder.hints.requests import begin
+from kvladder.hints.scopes import OwnRequest
 from kvladder.manager import Fetch
 from kvladder.otel.provider import SpanOutlet
 from kvladder.otel.tracer import OtelTracer

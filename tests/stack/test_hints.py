@@ -12,9 +12,11 @@ import pytest
 import pytest_asyncio
 
 from kvladder.hints import ActionResult, HintExecutor
-from kvladder.hints.executor import MESSAGES_MAX, PREFETCHES_MAX, WAITING_MAX, OwnRequest
+from kvladder.hints.executor import MESSAGES_MAX
+from kvladder.hints.fetches import PREFETCHES_MAX, WAITING_MAX
 from kvladder.hints.protocol import ACTIONS_MAX
 from kvladder.hints.requests import begin
+from kvladder.hints.scopes import OwnRequest
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_DEFAULT
@@ -312,7 +314,7 @@ async def test_an_order_for_a_level_that_is_gone_is_given_up(
     hints = begin(told.hints, envelope({"do": "share"}), salt="")
     monkeypatch.setattr(StackCommands, "shared_levels", [])
     hints.finish(told.hints, [PROMPT], "")
-    assert not told.hints._later
+    assert not told.hints._late.is_busy
     assert told.tell(do="share", keys=hex_of(PROMPT)).outcome == "rejected"
     assert told.where(PROMPT[:4]) == ["host"] * 4
 

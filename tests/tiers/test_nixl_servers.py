@@ -226,8 +226,8 @@ class TestOwners(Fabrics):
 class FakeRoster:
     """A list that tests write."""
 
-    def __init__(self, url, public):
-        assert (url, public) == (URL, "server")
+    def __init__(self, url, publics):
+        assert (url, *publics()) == (URL, "server")
         self.entries = dict(FakeRoster.first)
         self.error = FakeRoster.wrong
         self.ignored = 0

@@ -30,6 +30,7 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.records.guard import GuardedPolicy
 from tests.kit import soak
 from tests.kit.world import World
+from tests.stack.caches import cache_of
 from tests.tiers.test_custom_tier import loaded
 
 ROOT = Path(__file__).parents[2]
@@ -285,6 +286,21 @@ async def test_a_policy_is_told_what_its_level_refuses() -> None:
     assert host.lacking == [("room", more)]
     fetch.release()
     await cache.aclose()
+
+
+@pytest.mark.parametrize("count", [SMALL_SAVE, LARGE_SAVE])
+async def test_what_is_held_is_not_refused_with_the_block_before_it(count: int) -> None:
+    host, lower = Recorder(), Recorder()
+    below = LevelSpec(FakeTier(), OffloadRule(50), 2 * LARGE_SAVE, policy=lower)
+    rule = OffloadRule(50)
+    async with cache_of(below, slots=2 * LARGE_SAVE, policy=host, host=rule) as cache:
+        keys = cache.keys(*range(count))
+        cache.save(keys[:-1], priorities=[80] * (count - 1))
+        cache.stack.remove(keys[:1])
+        assert cache.save(keys, priorities=[10] * count) == 0
+        for policy in (host, lower):
+            told = [(why, key) for why, some in policy.lacking for key in some]
+            assert told == [("rule", keys[0]), ("rule", keys[-1])]
 
 
 async def test_recovered_blocks_belong_to_no_request() -> None:

@@ -139,6 +139,14 @@ class Server(Started):
             found: dict[str, Any] = json.load(answer)["stats"]["hints"]
         return found
 
+    def copies(self, key: str) -> dict[str, int]:
+        """Return the priority of a block in each level that holds it; ``key`` in hexadecimal."""
+        url = f"http://127.0.0.1:{self.hints_port}/blocks/{key}"
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["copies"]
+        return {one["level"]: one["priority"] for one in found}
+
     def counts(self, name: str, tier: str) -> list[float]:
         """One of kvladder's counters of a tier, of each engine."""
         line = rf'^vllm:kvladder_tier_{name}{{.*tier="{tier}".*}} (\S+)'

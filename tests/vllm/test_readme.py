@@ -7,11 +7,12 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
-from kvladder.testing.redisserver import free_ports
+from kvladder.testing.redisserver import RedisServer, free_ports
 from tests.kit.collector import Collector, Received, descendants
 from tests.otel.headers import PARENT, TRACE
 from tests.patience import until
@@ -20,11 +21,20 @@ from tests.vllm.server import TOKEN, FreshServer, Server
 
 README = HERE.parents[1] / "README.md"
 TIME_TO_END = " --shutdown-timeout 30"
-NOT_SHARED = "no level is shared: expected a Redis, NIXL, Mooncake or object tier"
+NOT_SHARED = "level 'nvme' is not shared: expected shared"
+TOO_LOW = "no level takes these blocks at their priority"
 PROMPT = random.Random(11).choices(range(3, 1000), k=700)
 HITS = (len(PROMPT) - 1) // BLOCK * BLOCK
+WHOLE = HITS // BLOCK
+NAMED: dict[str, Any] = {"tokens": PROMPT, "salt": "a tenant"}
+"""The whole blocks of the prompt, to hints."""
 SPANS = ("lookup", "fetch", "read", "copy", "save")
+SHARED = """
+  - {{name: shared, type: redis, url: {}, capacity: 64 MiB, when: commit, min_priority: 90}}
+"""
+"""One more level, that both servers read."""
 TRACED = {
+    "VLLM_SERVER_DEV_MODE": "1",  # so that it can be told to forget its own blocks
     "KVLADDER__OTEL": "true",
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     "OTEL_BSP_SCHEDULE_DELAY": "200",
@@ -121,34 +131,72 @@ def collector() -> Iterator[Collector]:
         yield collector
 
 
-def require_prefetched(server: Server, expected: list[int]) -> None:
-    """Check that a hint brings a prompt up before its request, which is then served from host."""
-    blocks = HITS // BLOCK
-    assert server.hint("prefetch", tokens=PROMPT, salt="nobody")[0] == "missing"
-    assert server.hint("prefetch", tokens=PROMPT, salt="a tenant") == ("accepted", "", blocks)
-    until(lambda: server.hints()["in_flight"] == 0)
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+def require_from(server: Server, level: str, expected: list[int]) -> None:
+    """Check that a level serves the whole prompt, since vLLM itself has forgotten it."""
+    until(lambda: json.loads(server.get("reset_prefix_cache", {}))["success"])
     given = {"kvladder": {"report": True}}
     body = {"model": "MODEL", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "cache_salt": "a tenant"}
     answer = json.loads(server.get("v1/completions", body | {"kv_transfer_params": given}))
     assert answer["choices"][0]["token_ids"] == expected
-    assert answer["kv_transfer_params"]["kvladder"]["served_from"] == {"host": HITS}
+    assert answer["kv_transfer_params"]["kvladder"]["served_from"] == {level: HITS}
 
 
-def require_verbs(server: Server) -> None:
-    """Check that the verbs move and rank the blocks of a prompt, without a request."""
-    named, blocks = {"tokens": PROMPT, "salt": "a tenant"}, HITS // BLOCK
-    for verb, more in (("pin", {"ttl_s": 60}), ("retain", {"priority": 50})):
-        assert server.hint(verb, **more, **named) == ("accepted", "", blocks)
-    assert server.hint("share", **named)[:2] == ("rejected", NOT_SHARED)
-    assert server.hint("demote", to="nvme", **named)[::2] == ("accepted", blocks)
-    assert server.hint("demote", to="out", **named)[0] == "accepted"
-    assert server.hint("pin", ttl_s=60, **named)[0] == "missing"
+def require_prefetched(server: Server, expected: list[int]) -> None:
+    """Check that a hint brings a prompt up before its request, which is then served from host."""
+    assert server.hint("retain", priority=60, **NAMED | {"salt": "nobody"})[0] == "missing"
+    assert server.hint("prefetch", **NAMED) == ("accepted", "", WHOLE)
+    until(lambda: server.hints()["in_flight"] == 0)
+    require_from(server, "host", expected)
+
+
+def require_verbs(server: Server, expected: list[int], redis: RedisServer) -> None:
+    """Check that each verb moves or ranks the blocks of a prompt, and look at these afterwards."""
+    assert server.hint("share", to="nvme", **NAMED)[:2] == ("rejected", NOT_SHARED)
+    assert server.hint("share", **NAMED)[:2] == ("rejected", TOO_LOW)
+    assert shared(redis) == []
+    assert server.hint("retain", priority=95, **NAMED) == ("accepted", "", WHOLE)
+    assert server.hint("share", **NAMED)[::2] == ("accepted", WHOLE)
+    until(lambda: len(shared(redis)) == WHOLE)
+    keys = shared(redis)
+
+    def ranked(**levels: int) -> None:
+        until(lambda: [server.copies(key) for key in keys] == [levels] * WHOLE)
+
+    ranked(host=95, nvme=95, shared=95)
+    assert server.hint("pin", ttl_s=60, **NAMED | {"salt": "nobody"})[0] == "missing"
+    assert server.hint("pin", ttl_s=60, **NAMED) == ("accepted", "", WHOLE)
+    ranked(host=100, nvme=100, shared=100)
+    assert server.hint("demote", to="nvme", **NAMED)[::2] == ("accepted", WHOLE)
+    ranked(nvme=100, shared=100)
+    require_from(server, "nvme", expected)
+    require_shared(server, expected)
+
+
+def require_shared(server: Server, expected: list[int]) -> None:
+    """Check that the shared level serves a prompt that this engine has nowhere else."""
+    assert server.hint("demote", to="out", **NAMED)[::2] == ("accepted", WHOLE)
+    require_from(server, "shared", expected)
+
+
+def shared(redis: RedisServer) -> list[str]:
+    """Return the keys of the blocks in a Redis, in hexadecimal."""
+    return [re.findall(rb"{(\w+)}", name)[0].decode() for name in redis.run("KEYS", "kvladder:*{*")]
 
 
 @pytest.mark.versions
 def test_the_readmes_command_finds_its_blocks_after_a_stop(
-    model: Path, tmp_path: Path, started: list[Server], collector: Collector
+    model: Path,
+    tmp_path: Path,
+    started: list[Server],
+    collector: Collector,
+    redis: RedisServer,
 ) -> None:
     """With both values of ``when``, side by side."""
     text = README.read_text()
@@ -173,6 +221,9 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
         server.stop()
     hasty = command.replace(TIME_TO_END, "")
     to = "--otlp-traces-endpoint", f"{collector.endpoint}/v1/traces"
+    for when in ("commit", "evict"):
+        with (tmp_path / when / "stack.yaml").open("a") as file:
+            file.write(SHARED.format(redis.url))
     again = [serve(tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")]
     started.extend(again)
     for server, expected, at_risk in zip(again, said, (0, 1), strict=True):
@@ -188,6 +239,9 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
         # the last counters come with the step that ends the last copy, after the answer
         until(lambda: sum(server.counts("hit_blocks_total", "nvme")) * BLOCK == HITS)  # noqa: B023
         assert len(server.lines("has not passed on to nvme yet are lost")) == at_risk
-        require_verbs(server)
+        if at_risk:
+            require_shared(server, expected)  # which the other engine has shared
+        else:
+            require_verbs(server, expected, redis)
     for server in again:
         server.stop()

@@ -65,7 +65,7 @@ class StackSaves(StackQueries, ABC):
         while start < len(keys):
             with self.lock:
                 is_short = self._closed or len(slots) < len(wanted)
-                found, end = self._missing(keys, metas, start, explicit=explicit)
+                found, end, refused = self._missing(keys, metas, start, explicit=explicit)
                 leased = [] if is_short or not found else self._lease(found, metas)
                 if len(leased) == end - start:
                     self._saving.put(keys[start:end], leased, metas[start:end])
@@ -83,16 +83,19 @@ class StackSaves(StackQueries, ABC):
             wanted += found
             slots += leased
             start = end
+            if refused is not None:
+                self._leave_out(keys[refused:], metas[refused])
         short = wanted[len(slots)] if len(slots) < len(wanted) else len(keys)
         del wanted[len(slots) :]
         return wanted, slots, short
 
     def _missing(
         self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], start: int, *, explicit: bool
-    ) -> tuple[Sequence[int], int]:
+    ) -> tuple[Sequence[int], int, int | None]:
         """Return positions from ``start`` on that are to be saved, and up to where this is decided.
 
-        If the positions are a ``range``, their metas are alike.
+        If the positions are a ``range``, their metas are alike. Also returns the position of the
+        block that no level takes; None if there is none before that end.
         """
         first = metas[start]
         is_plain = first.terms == NO_TERMS and first.until_s == inf
@@ -103,10 +106,8 @@ class StackSaves(StackQueries, ABC):
             step = bulk_step if has_room else bulk_step // 4
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
-        is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
-        is_new = is_new and not self._any_coming(part)
-        if is_new and alike(said) and self._admitted(first):
-            return range(start, end), end
+        if self._are_new(part) and alike(said) and self._admitted(first):
+            return range(start, end), end, None
         wanted: list[int] = []
         if end > start + STEP:
             end = start + STEP
@@ -121,11 +122,30 @@ class StackSaves(StackQueries, ABC):
                 self.host.doubt()
             elif key not in self._saving and key not in self.loader.arrivals:
                 if not self._admitted(meta):
-                    self._refuse(keys[index:], self._told)
-                    self._note_refused(keys[index:], meta)
-                    return wanted, len(keys)
+                    return wanted, len(keys), index
                 wanted.append(index)
-        return wanted, end
+        return wanted, end, None
+
+    def _are_new(self, keys: Sequence[BlockKey]) -> bool:
+        """Return whether none of these is in host, or on its way there."""
+        is_new = self.host.index.disjoint(keys) and self._saving.disjoint(keys)
+        return is_new and not self._any_coming(keys)
+
+    def _leave_out(self, keys: Sequence[BlockKey], meta: BlockMeta) -> None:
+        """Tell policies that no level takes the first block, nor those after it that are new."""
+        start = 0
+        while start < len(keys):
+            part = keys[start : start + self.shared.bulk_step]
+            with self.lock:
+                known = [level.index for level in self.levels if not level.index.disjoint(part)]
+                if known or not self._are_new(part):
+                    part = part[:STEP]
+                    left = [key for key in part if self._are_new([key]) and not self.where(key)]
+                else:
+                    left = [*part]
+                self._refuse(left, self._told)
+                self._note_refused(left, meta)
+            start += len(part)
 
     def _lease(self, wanted: Sequence[int], metas: Sequence[BlockMeta]) -> list[Slot]:
         """Lease slots for blocks at these positions, fewer if room is short."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
@@ -99,7 +99,7 @@ def _connect(url: str) -> Any:
 
 
 class Roster:
-    """The far ends with one public key, in a hash of a Redis: one field for each, by name.
+    """Lists of far ends in a Redis, a hash for each public key: one field for each, by name.
 
     Invalid entries are ignored. All calls raise TierError if the Redis does not answer, and
     ConfigError if it refuses the login.
@@ -108,17 +108,23 @@ class Roster:
     ----------
     url:
         URL of the Redis, as redis-py understands it. No message shows its user.
-    public:
-        Public key of the far ends. A forged announcement gains nothing, since clients talk only to
-        a far end that has this key.
+    publics:
+        Returns the public keys of the far ends as they are now; the first is that of an announcing
+        far end. A forged announcement gains nothing, since clients talk only to a far end that has
+        such a key.
     """
 
-    def __init__(self, url: str, public: str) -> None:
+    def __init__(self, url: str, publics: Callable[[], Sequence[str]]) -> None:
         self.where = masked(url)
         self.ignored = 0
         """Number of invalid entries at the last read."""
-        self._key = f"kvladder:far-ends:{public}"
+        self._publics = publics
         self._redis = _connect(url)
+
+    @property
+    def public(self) -> str:
+        """The public key under which a far end announces itself now."""
+        return self._publics()[0]
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -141,26 +147,39 @@ class Roster:
         except (RedisError, OSError) as error:
             raise TierError(f"{self.where}: {error}") from None
 
-    async def _all(self) -> tuple[float, dict[str, Entry]]:
-        """Return the Redis's time and all entries, including expired ones."""
+    async def _all(self, public: str) -> tuple[float, dict[str, Entry], int]:
+        """Return the Redis's time and a list's valid entries, including expired ones.
+
+        Also returns the number of its invalid entries.
+        """
         with self._explained():
             async with asyncio.timeout(LIMIT_S):
                 async with self._redis.pipeline(transaction=False) as asked:
-                    asked.time().hlen(self._key)
+                    asked.time().hlen(_key(public))
                     (seconds, micros), count = await asked.execute()
                 if count > ENTRIES_MAX:
                     raise TierError(
                         f"{self.where}: {count} far ends, expected {ENTRIES_MAX} or fewer"
                     )
-                raw: Mapping[bytes, bytes] = await self._redis.hgetall(self._key)
+                raw: Mapping[bytes, bytes] = await self._redis.hgetall(_key(public))
         found = entries(raw)
-        self.ignored = len(raw) - len(found)
-        return seconds + micros / 1e6, found
+        return seconds + micros / 1e6, found, len(raw) - len(found)
 
     async def read(self) -> dict[str, Entry]:
-        """Return the entries of the far ends that are alive, by name."""
-        now_s, found = await self._all()
-        return {name: found[name] for name in sorted(found) if found[name].until_s > now_s}
+        """Return the entries of the far ends that are alive, by name.
+
+        A far end that has changed its key may be on two lists: its latest entry counts.
+        """
+        alive: dict[str, Entry] = {}
+        ignored = 0
+        for public in dict.fromkeys(self._publics()):
+            now_s, found, invalid = await self._all(public)
+            ignored += invalid
+            for name, one in found.items():
+                if one.until_s > max(now_s, alive[name].until_s if name in alive else 0.0):
+                    alive[name] = one
+        self.ignored = ignored
+        return {name: alive[name] for name in sorted(alive)}
 
     async def announce(self, name: str, entry: Entry, *, first: bool = False) -> bool:
         """Announce a far end for ``TTL_S`` from now; return False if another cache has its name.
@@ -168,7 +187,8 @@ class Roster:
         With ``first``, for the first announcement of a run, take the name in any case: its holder
         may be an earlier run of the same cache. Also removes expired entries.
         """
-        now_s, found = await self._all()
+        key = _key(self.public)
+        now_s, found, _ = await self._all(self.public)
         other = found.get(name)
         if not first and other and other.run != entry.run and other.until_s > now_s:
             return False
@@ -180,19 +200,23 @@ class Roster:
                 self._redis.pipeline(transaction=True) as told,
             ):
                 if dead:
-                    told.hdel(self._key, *dead)
-                told.hset(self._key, name, msgspec.json.encode(said))
-                told.expire(self._key, KEPT_S)
+                    told.hdel(key, *dead)
+                told.hset(key, name, msgspec.json.encode(said))
+                told.expire(key, KEPT_S)
                 await told.execute()
         return True
 
-    async def leave(self, name: str, run: str) -> None:
-        """Remove the announcement under ``name`` if it is still of this ``run``."""
-        _, found = await self._all()
+    async def leave(self, name: str, run: str, public: str = "") -> None:
+        """Remove the announcement under ``name`` if it is still of this ``run``.
+
+        ``public`` is the key of the list, by default the current one.
+        """
+        key = public or self.public
+        _, found, _ = await self._all(key)
         if name in found and found[name].run == run:
             with self._explained():
                 async with asyncio.timeout(LIMIT_S):
-                    await self._redis.hdel(self._key, name)
+                    await self._redis.hdel(_key(key), name)
 
     async def aclose(self) -> None:
         """Close the connections to the Redis."""
@@ -200,9 +224,14 @@ class Roster:
             await self._redis.aclose()
 
 
-async def listed(url: str, public: str) -> dict[str, Entry]:
+def _key(public: str) -> str:
+    """Return the key of the hash of far ends with a public key."""
+    return f"kvladder:far-ends:{public}"
+
+
+async def listed(url: str, publics: Sequence[str]) -> dict[str, Entry]:
     """Read the roster once, over a new connection; raises as ``Roster.read``."""
-    roster = Roster(url, public)
+    roster = Roster(url, lambda: publics)
     try:
         return await roster.read()
     finally:

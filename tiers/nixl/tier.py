@@ -129,7 +129,7 @@ class NixlTier(Tier):
             raise Unavailable(what, path="transports", hint=hint) from error
         finally:
             arena.close()
-        found = await listed(options.roster, keys.peers[0]) if options.roster else {}
+        found = await listed(options.roster, keys.peers) if options.roster else {}
         addresses = [*options.servers, *options.peers, *(one.address for one in found.values())]
         silent: list[str] = []
         for address in addresses:
@@ -178,9 +178,9 @@ class NixlTier(Tier):
         self._line = line
         try:
             if options.roster:
-                self._roster = Roster(options.roster, ring.keys.peers[0])
+                self._roster = Roster(options.roster, lambda: ring.keys.peers)
                 await self._look(self._roster)
-                self._following = asyncio.create_task(self._follow(self._roster))
+                self._following = asyncio.create_task(self._follow(self._roster, renew))
             self._servers += [line(address, address) for address in options.servers]
             self._peers += [line(address, address) for address in options.peers]
             await self._reached()
@@ -232,12 +232,13 @@ class NixlTier(Tier):
 
     # ---- the roster
 
-    async def _follow(self, roster: Roster) -> None:
+    async def _follow(self, roster: Roster, renew: Callable[[], Awaitable[object]]) -> None:
         """Follow the roster for ever; while it cannot be read, keep the last known far ends."""
         is_known = True
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:
+                await renew()
                 await self._look(roster)
                 is_known = True
             except (TierError, ConfigError) as error:

@@ -67,10 +67,28 @@ app.kubernetes.io/component: {{ .part }}
 {{- dict "tiers" $added | toJson -}}
 {{- end -}}
 
+{{/* Return tiers whose codec aes-gcm reads its key from the file of the Secret. */}}
+{{- define "kvladder.withKey" -}}
+{{- $tiers := list -}}
+{{- $file := printf "/run/secrets/encryption/%s" .encryption.key -}}
+{{- range $tier := .tiers -}}
+{{- $codecs := list -}}
+{{- range $codec := $tier.codecs -}}
+{{- if eq (toString $codec) "aes-gcm" -}}
+{{- $codec = dict "name" $codec "key_file" $file -}}
+{{- end -}}
+{{- $codecs = append $codecs $codec -}}
+{{- end -}}
+{{- $tiers = append $tiers (ternary (set (deepCopy $tier) "codecs" $codecs) $tier (not (empty $codecs))) -}}
+{{- end -}}
+{{- dict "tiers" $tiers | toJson -}}
+{{- end -}}
+
 {{- define "kvladder.engineStack" -}}
 {{- $stack := deepCopy .Values.engine.stack -}}
 {{- $added := (include "kvladder.added" . | fromJson).tiers -}}
-{{- $_ := set $stack "tiers" (concat $stack.tiers $added) -}}
+{{- $with := dict "tiers" (concat $stack.tiers $added) "encryption" .Values.encryption -}}
+{{- $_ := set $stack "tiers" (include "kvladder.withKey" $with | fromJson).tiers -}}
 {{- $_ := set $stack "control" "/run/kvladder/kv.sock" -}}
 {{- toYaml $stack -}}
 {{- end -}}
@@ -80,7 +98,7 @@ app.kubernetes.io/component: {{ .part }}
 {{- $_ := set $stack "export" (dict "listen" (printf "0.0.0.0:%d" (int .Values.server.port)) "keys" "/run/keys/server.keys") -}}
 {{- $_ := set $stack "control" "/run/kvladder/kv.sock" -}}
 {{- if .Values.http.secret -}}
-{{- $_ := set $stack "http" (dict "listen" (printf "0.0.0.0:%d" (int .Values.http.port)) "token" "${KVLADDER_HTTP_TOKEN}") -}}
+{{- $_ := set $stack "http" (dict "listen" (printf "0.0.0.0:%d" (int .Values.http.port)) "token_file" (printf "/run/secrets/http/%s" .Values.http.key)) -}}
 {{- end -}}
 {{- toYaml $stack -}}
 {{- end -}}
@@ -120,6 +138,40 @@ capabilities: {drop: [ALL]}
   secret: {secretName: {{ .secret }}, defaultMode: 0440, items: [{key: {{ .file }}, path: {{ .file }}}]}
 - name: keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- end -}}
+
+{{/* Secrets as files: Kubernetes renews them in a running pod, and kvladder reads them again. */}}
+{{- define "kvladder.secretMounts" -}}
+{{- range $name, $secret := . }}
+- {name: {{ $name }}-secret, mountPath: {{ $secret.path }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "kvladder.secretVolumes" -}}
+{{- range $name, $secret := . }}
+- name: {{ $name }}-secret
+  secret:
+    secretName: {{ $secret.secret }}
+    defaultMode: 0440
+    {{- with $secret.key }}
+    items: [{key: {{ . }}, path: {{ . }}}]
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Return the Secrets that a part reads as files, by name. */}}
+{{- define "kvladder.secretFiles" -}}
+{{- $found := dict -}}
+{{- if and (eq .part "engine") .root.Values.encryption.secret -}}
+{{- $_ := set $found "encryption" (dict "secret" .root.Values.encryption.secret "key" .root.Values.encryption.key "path" "/run/secrets/encryption") -}}
+{{- end -}}
+{{- if and (eq .part "server") .root.Values.http.secret -}}
+{{- $_ := set $found "http" (dict "secret" .root.Values.http.secret "key" .root.Values.http.key "path" "/run/secrets/http") -}}
+{{- end -}}
+{{- with (index .root.Values .part).secretFiles -}}
+{{- $_ := set $found "files" (dict "secret" . "key" "" "path" "/run/secrets/files") -}}
+{{- end -}}
+{{- $found | toJson -}}
 {{- end -}}
 
 {{- define "kvladder.claim" -}}

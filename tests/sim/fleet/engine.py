@@ -12,7 +12,8 @@ from random import Random
 from typing import Any
 
 from kvladder.arena import Slot
-from kvladder.hints.executor import HintExecutor, OwnRequest
+from kvladder.hints.executor import HintExecutor
+from kvladder.hints.scopes import OwnRequest
 from kvladder.keys import BlockKey
 from kvladder.manager import Save
 from kvladder.policy.offload import OffloadRule

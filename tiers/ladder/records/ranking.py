@@ -52,11 +52,13 @@ class RankedIndex(IndexChanges[P]):
         put, pins, touch = self._until.put, self._pins, self.policy.touch
         used, used_s, uses, now_s = self._used, self._used_s, self._uses, self._now()
         now_s -= self._began_s
-        tenants, found = self.tenants, list[tuple[int, list[BlockKey], int]]()
+        tenants = self.tenants
+        found: list[tuple[int, list[BlockKey], int]] = []
         for ranking in rankings:
             keys, salt, priority, until_s, is_prefix = ranking
             is_bulk = len(keys) >= BULK_MIN
-            missing, own = list[BlockKey](), list[P]()
+            missing: list[BlockKey] = []
+            own: list[P] = []
             for key in keys if len(keys) == 1 else ranking.in_order:
                 place = get(key)
                 if place is None or terms[place].salt != salt:

@@ -102,16 +102,21 @@ class Deadlines:
         if at_s == inf:
             self.drop(place)
             return
-        page = self.of.get(place >> PAGE)
+        number = place >> PAGE
+        page = self.of.get(number)
         if page is None:
-            page = self.of[place >> PAGE] = {}
+            page = self.of[number] = {}
         before = page.get(place)
         page[place] = at_s
         if before is None:
             self._count += 1
         elif at_s >= before:  # ``due`` finds the earlier entry first, and makes another one
             if at_s > before:
-                self._entries.setdefault(place >> PAGE, {}).setdefault(place, before)
+                entries = self._entries.get(number)
+                if entries is None:
+                    self._entries[number] = {place: before}
+                elif place not in entries:
+                    entries[place] = before
             if self._before:
                 self._move()
             return

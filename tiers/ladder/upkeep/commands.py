@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import msgspec
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
@@ -16,7 +18,7 @@ from kvladder.tiers.ladder.records.terms import ANYWHERE
 from kvladder.tiers.ladder.stack import TierStack
 
 
-class Moved(NamedTuple):
+class Moved(msgspec.Struct, frozen=True):
     """What a command did with each of its blocks."""
 
     done: int = 0
