@@ -28,7 +28,7 @@ def sglang_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = sys.modules.get("kvladder.connectors.sglang.storage")
     if stub is not None and storage is not None:
         stub.forget_watches(monkeypatch)
-        stub.target = stub.ModelRunner()
+        vars(stub)["target"] = stub.ModelRunner()
         count, before = gc.get_freeze_count, gc.get_freeze_count()
         monkeypatch.setattr(gc, "get_freeze_count", lambda: count() - before)
         monkeypatch.setattr(storage, "watch", type(storage.watch)())
