@@ -25,10 +25,12 @@ def sglang_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     million of them: collecting tests made and froze these, so the model is made again.
     """
     stub = sys.modules.get("tests.connectors.sglang_stub")
+    if stub is None:
+        return
+    vars(stub)["target"] = stub.ModelRunner()
+    count, before = gc.get_freeze_count, gc.get_freeze_count()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() - before)
     storage = sys.modules.get("kvladder.connectors.sglang.storage")
-    if stub is not None and storage is not None:
+    if storage is not None:
         stub.forget_watches(monkeypatch)
-        vars(stub)["target"] = stub.ModelRunner()
-        count, before = gc.get_freeze_count, gc.get_freeze_count()
-        monkeypatch.setattr(gc, "get_freeze_count", lambda: count() - before)
         monkeypatch.setattr(storage, "watch", type(storage.watch)())
