@@ -41,6 +41,7 @@ FIRST = {
     "a flush does nothing": 80,
     "a removal does not reach loads under way": 103,
     "a removal ends with the time of a write": 118,
+    "a success of one kind of call hides failures of another": 234,
     "bytes that were of no use here are gone for everybody": 47,
     "wishes are forgotten on the way down": 56,
 }
