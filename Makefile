@@ -11,8 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(PY) -m pytest $(if $(DURATIONS),--durations-file $(DURATIONS))
 MANY := -n auto --dist worksteal --maxprocesses
-# A third of the time of the light part is waiting: twice as many workers as processors.
+# A third of the time of the light part is waiting: twice as many workers as processors. Of the parts
+# with engines it is less.
 MORE := -n $(shell expr 2 \* $$(nproc)) --dist worksteal --maxprocesses
+SOME := -n $(shell expr \( 3 \* $$(nproc) + 1 \) / 2) --dist worksteal --maxprocesses
 
 quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, and of products of cases a part
 	$(PYTEST) -q $(MANY) 8 --cover -m "not slow and not vllm and not sglang" \
@@ -21,9 +23,9 @@ quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, an
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
 	$(PYTEST) $(MORE) 8 -m "not vllm and not sglang"
-	$(PYTEST) $(MANY) 2 -m "sglang or vllm and not alone" tests/sglang $(STARTS_VLLM)
+	$(PYTEST) $(SOME) 3 -m "sglang or vllm and not alone" tests/sglang $(STARTS_VLLM)
 	$(PYTEST) -m "vllm and alone" $(STARTS_VLLM)
-	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(MANY) 2 -m versions tests/connectors tests/vllm
+	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(SOME) 3 -m versions tests/connectors tests/vllm
 else
 	$(PYTEST) $(ARGS)
 endif

@@ -105,8 +105,11 @@ def flip(held: Any, place: int) -> None:
 class Demo:
     """The runs with one storage, and what they showed."""
 
-    def __init__(self, folder: Path, storage: Kvladder | SGLangFiles) -> None:
+    def __init__(
+        self, folder: Path, models: Sequence[Path], storage: Kvladder | SGLangFiles
+    ) -> None:
         self.folder = folder
+        self.models = models
         self.storage = storage
         self.model = folder / "model"
         self.found: dict[str, Answer] = {}
@@ -126,7 +129,7 @@ class Demo:
 
     def show(self) -> None:
         """Every run, in three engines."""
-        make_model(self.folder, self.model, 0)
+        shutil.copytree(self.models[0], self.model)
         engine = self.start("a cold prompt, then the same again")
         cold = engine.generate(FIRST, TOKENS)
         self.row("cold prompt", cold, cold)
@@ -144,7 +147,7 @@ class Demo:
         self.row("flipped bits", engine.generate(DAMAGED, TOKENS), second)
         engine.end()
         shutil.rmtree(self.model)
-        make_model(self.folder, self.model, 1)
+        shutil.copytree(self.models[1], self.model)
         engine = self.start("other weights under the same path")
         other = engine.generate(FIRST, TOKENS)
         engine.do("detach")
@@ -191,20 +194,27 @@ def claims(ours: Demo) -> dict[str, bool]:
     }
 
 
-def shown(storage: type[Kvladder | SGLangFiles]) -> Demo:
-    """All of it, with one storage."""
+def shown(storage: type[Kvladder | SGLangFiles], models: Sequence[Path]) -> Demo:
+    """All of it, with one storage and two models of one shape."""
     with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as place:
         folder = Path(place)
         say(f"{storage.name}: preparing the folder")
         prepare(folder)
-        demo = Demo(folder, storage(folder))
+        demo = Demo(folder, models, storage(folder))
         demo.show()
         return demo
 
 
 def main() -> int:
-    with ThreadPoolExecutor() as pool:  # side by side: most of it is the start of engines
-        demos = [*pool.map(shown, (Kvladder, SGLangFiles))]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvladder-demo-") as place,
+        ThreadPoolExecutor() as pool,
+    ):
+        say("making two models")
+        folder = Path(place)
+        models = [make_model(folder, folder / f"model{seed}", seed) for seed in range(2)]
+        # side by side: most of it is the start of engines
+        demos = [*pool.map(shown, (Kvladder, SGLangFiles), (models, models))]
     print(f"\n{TOKENS} prompt tokens; {CACHEABLE} of them can come from a storage\n")
     print(f"{'':16}{'kvladder':>16}{'right':>8}{SGLangFiles.name:>20}{'right':>8}")
     for run in RUNS:

@@ -71,7 +71,8 @@ def promtool(folder: Path, name: str, samples: dict[str, str], expected: list[An
             {"eval_time": CASES[name]["at"], "alertname": name, "exp_alerts": expected}
         ],
     }
-    content = {"rule_files": [RULES], "evaluation_interval": "1m", "tests": [case]}
+    every = CASES[name].get("every", "1m")
+    content = {"rule_files": [RULES], "evaluation_interval": every, "tests": [case]}
     (folder / "case.yaml").write_bytes(msgspec.yaml.encode(content))
     done = subprocess.run(
         [tool("promtool"), "test", "rules", "case.yaml"],

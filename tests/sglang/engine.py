@@ -82,7 +82,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path) for path in own if str(path)),
         "PYTHONWARNINGS": "ignore",
         "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",  # several engines run at once, and threads that wait are busy
         "TORCH_EXTENSIONS_DIR": str(COMPILED),
         "HANGS": str(folder / "hangs"),
         **more,
@@ -114,10 +114,17 @@ def prepare(folder: Path) -> None:
     """Have a folder in which engines can be started."""
     plugged(folder / "plugged")
     COMPILED.mkdir(parents=True, exist_ok=True)
-    with (COMPILED / "turn").open("w") as turn:
+    # the name and the time of this folder change when SGLang is installed again
+    source = [f"{path} {path.stat().st_mtime_ns}" for path in SGLANG.glob("sglang-*.dist-info")]
+    with (COMPILED / "turn").open("a+") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         remove_abandoned(COMPILED)
+        turn.seek(0)
+        if turn.read().splitlines() == source:
+            return
         run(folder, "-c", COMPILE)
+        turn.truncate(0)
+        turn.writelines(f"{line}\n" for line in source)
 
 
 def remove_abandoned(compiled: Path) -> None:

@@ -37,6 +37,15 @@ from tests.kit.soak import run_world
 from tests.sim.fleet import plan
 
 WORLDS = 800
+FIRST = {
+    "a flush does nothing": 80,
+    "a removal does not reach loads under way": 103,
+    "a removal ends with the time of a write": 118,
+    "a success of one kind of call hides failures of another": 234,
+    "bytes that were of no use here are gone for everybody": 47,
+    "wishes are forgotten on the way down": 56,
+}
+"""The worlds that found these faults when this was written, late; the others follow."""
 FLEETS = 20
 
 
@@ -209,7 +218,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:
-        for seed in range(WORLDS):
+        for seed in (FIRST.get(fault, 0), *range(WORLDS)):
             run_world(seed, kind=KINDS_OF[fault])
 
     with pytest.raises((AssertionError, KeyError, SystemExit, KeyboardInterrupt)):

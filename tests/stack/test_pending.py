@@ -16,6 +16,8 @@ from tests.kit.soak import run_world
 from tests.stack.caches import COMMIT, cache_of
 
 WORLDS = 400
+FIRST = (63, 107)
+"""The worlds that took all steps when this was written; the others follow where they do not."""
 
 
 class Bare(PendingRead):
@@ -107,7 +109,7 @@ def test_simulations_take_every_step_of_the_table(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(reads, "become", noted)
     table = {(before, after) for before in ReadState for after in NEXT[before]}
-    for seed in range(WORLDS):
+    for seed in (*FIRST, *range(WORLDS)):
         run_world(seed, kind="plain")
         if taken == table:
             return

@@ -4,6 +4,10 @@
 its arguments), its folder, environment and log. It answers with ``begun PID``, and later
 ``over PID CODE``, the code as ``subprocess.Popen.returncode`` gives it.
 
+Half of the time of a short engine would be spent on the imported objects, which are of no use to it
+at its end: vLLM collects garbage as it shuts down, and Python takes all modules apart. So these
+objects stay frozen in a child, and a child that ends without an error skips the second.
+
 Nothing of kvladder is imported before the fork. Unlike processes that are started afresh, siblings
 share the addresses of imported modules and the seed of ``hash``. Their own children are forked as
 well, as vLLM does where there are GPUs.
@@ -11,6 +15,7 @@ well, as vLLM does where there are GPUs.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import multiprocessing
@@ -19,6 +24,8 @@ import runpy
 import select
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -111,10 +118,32 @@ def become(given: dict[str, Any], told: int, *closed: int) -> None:
     os.close(out)
     os.close(nothing)
     sys.argv = given["command"]
+    # vLLM unfreezes all objects as it shuts down, and visits them: the nursery's are many.
+    gc.unfreeze = lambda: None
     context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: context(  # type: ignore[assignment]
         "fork" if method == "spawn" else method
     )
+
+
+def end(code: int) -> None:
+    """End this process as Python does, but for taking its modules apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(path: str) -> int:
+    """Run a Python file as a program; return its exit code unless it raises an error."""
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as told:
+        if not isinstance(told.code, int | None):
+            raise
+        return told.code or 0
+    return 0
 
 
 def main() -> None:
@@ -123,6 +152,11 @@ def main() -> None:
     os.dup2(2, 1)  # output of imports is no answer
     for name in IMPORTED:
         import_module(name)
+    # Each engine would look for these kernels in all modules.
+    platform = sys.modules["vllm.platforms"].current_platform
+    with warnings.catch_warnings(action="ignore"):
+        platform.register_triton_kernel_overrides()
+    type(platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
     # Otherwise vLLM inspects each kind of model in a new process, to keep CUDA out of its own.
     sys.modules[REGISTRY].__dict__["_run_in_subprocess"] = lambda look: look()
@@ -143,8 +177,7 @@ def main() -> None:
         pid = os.fork()
         if not pid:
             become(json.loads(line), told, *running)
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            return
+            end(run(sys.argv[0]))
         running[os.pidfd_open(pid)] = pid
 
 
