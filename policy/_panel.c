@@ -783,14 +783,13 @@ static int64_t age_of(const Panel *self, Asked one) {
     return found ? ghost_age(self, *found) : seen_age(self, one.tag);
 }
 
-/* Count the hits of the shadows, and the uses of each key; -1 with an error set. */
-static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) {
+/* Count the hits of the shadows, and the uses of each key. */
+static void compare(Panel *self, Asked *asked, Py_ssize_t count) {
     int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0, known = 0, is_known = 1;
-    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
-        uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
-        Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
-        if (PyErr_Occurred()) return -1;
-        asked[at] = (Asked){tag, one ? one - self->blocks : -1, count_of(self, tag, one)};
+    for (Py_ssize_t at = 0; at < count; at++) {
+        uint64_t tag = asked[at].tag;
+        int64_t handle = asked[at].handle;
+        asked[at].count = count_of(self, tag, handle < 0 ? NULL : &self->blocks[handle]);
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
         int32_t index = is_known ? find_sampled(self, tag) : -1;
@@ -805,7 +804,6 @@ static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) 
             self->ahead[one][other] += ahead;
             self->spread[one][other] += ahead * ahead;
         }
-    return 0;
 }
 
 /* Correct the counts by those before and behind them, and note the prompt's age and interval. */
@@ -825,6 +823,25 @@ static void correct_counts(Panel *self, Asked *asked, Py_ssize_t count) {
     self->prompt_interval = deepest < 0 ? 0 : interval_of(self->prompt_age, self->size);
 }
 
+/* Count a use of each key that is asked for; -1 with an error set. */
+static int ask(Panel *self, Asked *asked, Py_ssize_t count, int in_session) {
+    int failed = 0;
+    compare(self, asked, count);
+    correct_counts(self, asked, count);
+    self->in_session = in_session;
+    for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
+        if (asked[at].handle < 0) {
+            failed = await_key(self, asked[at].tag, asked[at].count) < 0;
+        } else {
+            Block *one = &self->blocks[asked[at].handle];
+            failed = use_block(self, one) < 0;
+            one->flags |= ASKED;
+        }
+    }
+    self->prompt_interval = self->in_session = 0;
+    return failed ? -1 : 0;
+}
+
 static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
     if (!require(given_count, 3)) return NULL;
     int in_session = PyObject_IsTrue(given[2]);
@@ -842,19 +859,13 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
         PyErr_NoMemory();
         failed = 1;
     }
-    failed = failed || compare(self, keys, places, asked) < 0;
-    if (!failed) correct_counts(self, asked, count);
-    self->in_session = in_session;
-    for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
-        if (asked[at].handle < 0) {
-            failed = await_key(self, asked[at].tag, asked[at].count) < 0;
-        } else {
-            Block *one = &self->blocks[asked[at].handle];
-            failed = use_block(self, one) < 0;
-            one->flags |= ASKED;
-        }
+    for (Py_ssize_t at = 0; !failed && at < count; at++) {
+        uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
+        Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
+        asked[at] = (Asked){tag, one ? one - self->blocks : -1, 0};
+        failed = PyErr_Occurred() != NULL;
     }
-    self->prompt_interval = self->in_session = 0;
+    failed = failed || ask(self, asked, count, in_session) < 0;
     PyMem_RawFree(asked);
     Py_XDECREF(keys);
     Py_XDECREF(places);
@@ -862,8 +873,7 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
     Py_RETURN_NONE;
 }
 
-static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request) {
-    uint64_t tag = tag_of_key(key);
+static int insert_one(Panel *self, int32_t handle, uint64_t tag, int by_request) {
     if (tag == ~(uint64_t)0 || reserve_blocks(self, (int64_t)handle + 1) < 0) return -1;
     Block *one = &self->blocks[handle];
     if (one->flags & HELD) {
@@ -900,35 +910,40 @@ static PyObject *inserted(Panel *self, PyObject *const *given, Py_ssize_t given_
         failed = 1;
     }
     for (Py_ssize_t at = 0; !failed && at < count; at++)
-        failed =
-            insert_one(self, handles[at], PySequence_Fast_GET_ITEM(keys, at), by_request) < 0;
+        failed = insert_one(self, handles[at], tag_of_key(PySequence_Fast_GET_ITEM(keys, at)),
+                            by_request) < 0;
     PyMem_RawFree(handles);
     Py_XDECREF(keys);
     if (failed) return NULL;
     Py_RETURN_NONE;
 }
 
+static int drop_one(Panel *self, int64_t handle, int evicted) {
+    Block *one = block_of(self, handle, 0);
+    if (!one) return -1;
+    uint64_t tag = tag_of(one);
+    if (evicted) {
+        take_ghost(self, tag);
+        int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
+        put_ghost(self, tag, last, count_of(self, tag, one), one->kind, 0);
+    } else if (samples(self, (uint32_t)tag)) {
+        leave_shadows(self, tag);
+    }
+    one->flags = 0;
+    return 0;
+}
+
 static PyObject *dropped(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
     if (!require(given_count, 2)) return NULL;
     Py_ssize_t count;
-    int evicted = PyObject_IsTrue(given[1]);
+    int evicted = PyObject_IsTrue(given[1]), failed = 0;
     if (evicted < 0) return NULL;
     int32_t *handles = handles_of(given[0], &count);
     if (!handles) return NULL;
-    Block *one = NULL;
-    for (Py_ssize_t at = 0; at < count && (one = block_of(self, handles[at], 0)); at++) {
-        uint64_t tag = tag_of(one);
-        if (evicted) {
-            take_ghost(self, tag);
-            int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
-            put_ghost(self, tag, last, count_of(self, tag, one), one->kind, 0);
-        } else if (samples(self, (uint32_t)tag)) {
-            leave_shadows(self, tag);
-        }
-        one->flags = 0;
-    }
+    for (Py_ssize_t at = 0; !failed && at < count; at++)
+        failed = drop_one(self, handles[at], evicted) < 0;
     PyMem_RawFree(handles);
-    if (count && !one) return NULL;
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -1105,23 +1120,24 @@ static void begin_walk(Walk *walk, int priority) {
     }
 }
 
-static PyObject *walk_next(Walk *walk) {
+/* The next handle, -1 at the end. */
+static int32_t step(Walk *walk) {
     Panel *panel = walk->panel;
     while (walk->front < 0 && !walk->left) {
         while (walk->priority < PRIORITIES && !panel->used[walk->priority]) walk->priority++;
-        if (walk->priority == PRIORITIES) return NULL;
+        if (walk->priority == PRIORITIES) return -1;
         begin_walk(walk, walk->priority++);
     }
     if (walk->front >= 0 && walk->front < panel->room) {
         int32_t handle = walk->front;
         walk->front = panel->blocks[handle].next;
-        return PyLong_FromLong(handle);
+        return handle;
     }
     int best = -1;
     for (int slot = 0; slot < walk->slots; slot++)
         if (walk->at[slot] >= 0 && (best < 0 || before(walk->ranks[slot], walk->ranks[best])))
             best = slot;
-    if (best < 0) return NULL;
+    if (best < 0) return -1;
     int32_t handle = walk->at[best];
     const Block *one = &panel->blocks[handle];
     int32_t next = best < CLASSES ? one->next : one->prev;
@@ -1130,7 +1146,12 @@ static PyObject *walk_next(Walk *walk) {
         if (other < 0 || other == next) next = -1;
     }
     step_walk(walk, best, next);
-    return PyLong_FromLong(handle);
+    return handle;
+}
+
+static PyObject *walk_next(Walk *walk) {
+    int32_t handle = step(walk);
+    return handle < 0 ? NULL : PyLong_FromLong(handle);
 }
 
 static void walk_free(Walk *walk) {
