@@ -17,9 +17,9 @@
 enum { LEVELS = 7, INTERVALS = 4, SESSION = LEVELS * INTERVALS };
 enum { PROMPTS = SESSION + INTERVALS, CLASSES = PROMPTS + INTERVALS, FRONT = CLASSES };
 enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 6 };
-enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
+enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 4 };
 enum { HAZARD, MULTI, RECENT, EITHER, PROMPT, LOOP };
-enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
+enum { WAYS = 8, GHOSTS = 6, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
 static const int LEAST[LEVELS] = {1, 2, 3, 4, 6, 9, 15};
@@ -358,7 +358,7 @@ static void reach(Panel *self) {
     }
 }
 
-static int use_sampled(Panel *self, uint64_t tag) {
+static int use_sampled(Panel *self, uint64_t tag, int kind) {
     int32_t index = find_sampled(self, tag);
     if (index < 0 && (index = make_sampled(self, tag)) < 0) return -1;
     uint8_t inside = self->sampled[index].inside;
@@ -378,7 +378,7 @@ static int use_sampled(Panel *self, uint64_t tag) {
     int64_t halved = one->count ? self->now / period - last / period : 0;
     one->count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
     if (one->count < COUNT_MAX) one->count++;
-    one->kind = (uint8_t)class_now(self, one->count, age);
+    one->kind = (uint8_t)kind;
     one->prompt = (uint8_t)prompt_now(self);
     one->last = (uint32_t)self->now;
     self->reached[one->kind][0] += 1.0;
@@ -603,9 +603,9 @@ static int next_count(Panel *self, int count, int64_t *age, int is_halved) {
     return count < COUNT_MAX ? count + 1 : COUNT_MAX;
 }
 
-static int note_use(Panel *self, uint64_t tag) {
+static int note_use(Panel *self, uint64_t tag, int count, int64_t age) {
     tick_ghosts(self);
-    if (samples(self, (uint32_t)tag) && use_sampled(self, tag) < 0) {
+    if (samples(self, (uint32_t)tag) && use_sampled(self, tag, class_now(self, count, age)) < 0) {
         PyErr_NoMemory();
         return -1;
     }
@@ -621,7 +621,7 @@ static int use_block(Panel *self, Block *one) {
     one->kind = (uint8_t)kind_now(self, count, age);
     one->last = (uint32_t)self->now;
     if (listed) link_block(self, one, 0);
-    return note_use(self, tag_of(one));
+    return note_use(self, tag_of(one), count, age);
 }
 
 static int count_of(const Panel *self, uint64_t tag, const Block *one) {
@@ -630,7 +630,7 @@ static int count_of(const Panel *self, uint64_t tag, const Block *one) {
     if (one) {
         count = one->flags & COUNT_MAX;
         last = one->last;
-    } else if (samples(self, (uint32_t)tag)) {
+    } else if (self->rate == 1) {
         int32_t index = find_sampled(self, tag);
         if (index < 0) return 0;
         count = self->sampled[index].count;
@@ -644,9 +644,9 @@ static int count_of(const Panel *self, uint64_t tag, const Block *one) {
     return count >> (halved < COUNT_MAX ? halved : COUNT_MAX);
 }
 
-/* What is known of a sampled key takes the place of what its ghost says. */
+/* If all keys are sampled, what is known of them takes the place of what a ghost says. */
 static int recollect(const Panel *self, uint64_t tag, Ghost *known) {
-    if (!samples(self, (uint32_t)tag)) return -1;
+    if (self->rate > 1) return -1;
     int32_t index = find_sampled(self, tag);
     const Sampled *one = index < 0 ? NULL : &self->sampled[index];
     known->is_halved = 0;
@@ -660,7 +660,7 @@ static int await_key(Panel *self, uint64_t tag, int before) {
     Ghost known = {0};
     if (before) known = take_ghost(self, tag);
     recollect(self, tag, &known);
-    if (known.count < before && !samples(self, (uint32_t)tag)) {
+    if (known.count < before && self->rate > 1) {
         if (!known.count) known.age = self->prompt_age;
         known.count = before;
         known.is_halved = 1;
@@ -668,7 +668,7 @@ static int await_key(Panel *self, uint64_t tag, int before) {
     int count = next_count(self, known.count, &known.age, known.is_halved);
     if (count > before + 1) count = before + 1;
     int kind = kind_now(self, count, known.age);
-    if (note_use(self, tag) < 0) return -1;
+    if (note_use(self, tag, count, known.age) < 0) return -1;
     put_ghost(self, tag, self->now, count, kind, 1);
     return 0;
 }
@@ -775,7 +775,7 @@ typedef struct {
 static int64_t age_of(const Panel *self, Asked one) {
     uint32_t now = (uint32_t)self->now;
     if (one.handle >= 0) return (uint32_t)(now - self->blocks[one.handle].last);
-    if (samples(self, (uint32_t)one.tag)) {
+    if (self->rate == 1) {
         int32_t index = find_sampled(self, one.tag);
         return index < 0 ? 0 : (uint32_t)(now - self->sampled[index].last);
     }
@@ -889,7 +889,7 @@ static int insert_one(Panel *self, int32_t handle, uint64_t tag, int by_request)
     if (by_request && !known.awaited) {
         count = next_count(self, known.count, &known.age, known.is_halved);
         kind = kind_now(self, count, known.age);
-        if (note_use(self, tag) < 0) return -1;
+        if (note_use(self, tag, count, known.age) < 0) return -1;
     }
     one->kind = (uint8_t)kind;
     one->last = (uint32_t)self->now;
@@ -1233,7 +1233,7 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
     self->memory = self->size * TIMES_MAX < GHOSTS_MIN ? self->size * TIMES_MAX : GHOSTS_MIN;
     if (self->memory < self->size) self->memory = self->size;
     self->buckets = GHOSTS * self->memory / WAYS;
-    self->words = self->memory / 4;
+    self->words = self->memory * 3 / 8;
     self->seen = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen);
     self->seen_before = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen_before);
     self->ghosts = PyMem_RawCalloc((size_t)(self->buckets * WAYS), sizeof *self->ghosts);
