@@ -2,11 +2,11 @@
 
 The figure is the share of blocks that are found in prefixes. The limit is Belady's: which blocks go
 is known in advance. The peers' policies are simulated (``benchmarks/policies/peers.hpp``); ours is
-called as a level calls it, block by block as theirs are, and once with whole prompts, where both it
-and LRU evict for all blocks of a prompt at once. ``KVLADDER_TRACES`` names a folder of traces in
-Mooncake's format; six more are generated. ``KVLADDER_SIZES`` sets the sizes, in percent of the
-blocks that a trace has. Rows of an admission count the blocks written to files below host. Each
-goal says whether it is met.
+called as a level calls it, block by block as theirs are (in C, see ``_level.c``), and once with
+whole prompts, where both it and LRU evict for all blocks of a prompt at once. ``KVLADDER_TRACES``
+names a folder of traces in Mooncake's format; six more are generated. ``KVLADDER_SIZES`` sets the
+sizes, in percent of the blocks that a trace has. Rows of an admission count the blocks written to
+files below host. Each goal says whether it is met.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from time import perf_counter
 
 from benchmarks.policies.admission import two_levels
 from benchmarks.policies.hints import ENDS, EVERY, served_with_hints
-from benchmarks.policies.level import Level, keys_of, served, unbounded
+from benchmarks.policies.level import Level, keys_of, outcome_of, served, unbounded
+from benchmarks.policies.native import NativeLevel
 from benchmarks.policies.peers import BELADY, Outcome, peers
 from benchmarks.policies.traces import Trace, traces
 from benchmarks.row import Row
@@ -147,7 +148,8 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
         cell, others = f"{trace.name}, {percent:g} %", dict(found[size])
         bound, lru = others.pop(BELADY), others[LRU]
         best = max(others, key=lambda name: others[name].hits)
-        ours = served(Adaptive(), trace, size, keys, whole=False)
+        level = NativeLevel(size, keys)
+        ours = outcome_of(trace, [level.request(prompt) for prompt in trace.prompts])
         ratio = ours.hits / max(1, others[best].hits)
         summary.ratios[cell] = ratio
         summary.to_lru[cell] = ours.hits / max(1, lru.hits)
@@ -156,7 +158,7 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
             summary.saved.append(ours.work / lru.work)
             saved = 0.0
             for told in ((ENDS,), EVERY) if trace.times_s else ((ENDS,),):
-                hinted = served_with_hints(Adaptive(), trace, size, keys, told)
+                hinted = served_with_hints(NativeLevel(size, keys), trace, told)
                 way = (hinted.hits - lru.hits) / max(1, bound.hits - lru.hits)
                 yield Row(
                     name=f"policies, {cell}, sessions' hints: {', '.join(told)}",

@@ -17,9 +17,9 @@
 enum { LEVELS = 7, INTERVALS = 4, SESSION = LEVELS * INTERVALS };
 enum { PROMPTS = SESSION + INTERVALS, CLASSES = PROMPTS + INTERVALS, FRONT = CLASSES };
 enum { COUNT_MAX = 15, SAMPLE = 2048, BINS = 18, FORGET = 24, HALVE = 10, RULES = 6 };
-enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 5 };
+enum { GHOSTS_MIN = 8192, TIMES_MAX = 64, EPOCH = 2, EPOCHS_MAX = 3, GENERATION = 4 };
 enum { HAZARD, MULTI, RECENT, EITHER, PROMPT, LOOP };
-enum { WAYS = 8, GHOSTS = 7, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
+enum { WAYS = 8, GHOSTS = 6, COUNT_LEVELS = LEVELS + 1, PRIORITIES = 101 };
 enum { HELD = 0x10, ASKED = 0x20, LISTED = 0x40, IN_FRONT = 0x80 }; /* above the count */
 
 static const int LEAST[LEVELS] = {1, 2, 3, 4, 6, 9, 15};
@@ -358,7 +358,7 @@ static void reach(Panel *self) {
     }
 }
 
-static int use_sampled(Panel *self, uint64_t tag) {
+static int use_sampled(Panel *self, uint64_t tag, int kind) {
     int32_t index = find_sampled(self, tag);
     if (index < 0 && (index = make_sampled(self, tag)) < 0) return -1;
     uint8_t inside = self->sampled[index].inside;
@@ -378,7 +378,7 @@ static int use_sampled(Panel *self, uint64_t tag) {
     int64_t halved = one->count ? self->now / period - last / period : 0;
     one->count >>= halved < COUNT_MAX ? halved : COUNT_MAX;
     if (one->count < COUNT_MAX) one->count++;
-    one->kind = (uint8_t)class_now(self, one->count, age);
+    one->kind = (uint8_t)kind;
     one->prompt = (uint8_t)prompt_now(self);
     one->last = (uint32_t)self->now;
     self->reached[one->kind][0] += 1.0;
@@ -603,9 +603,9 @@ static int next_count(Panel *self, int count, int64_t *age, int is_halved) {
     return count < COUNT_MAX ? count + 1 : COUNT_MAX;
 }
 
-static int note_use(Panel *self, uint64_t tag) {
+static int note_use(Panel *self, uint64_t tag, int count, int64_t age) {
     tick_ghosts(self);
-    if (samples(self, (uint32_t)tag) && use_sampled(self, tag) < 0) {
+    if (samples(self, (uint32_t)tag) && use_sampled(self, tag, class_now(self, count, age)) < 0) {
         PyErr_NoMemory();
         return -1;
     }
@@ -621,7 +621,7 @@ static int use_block(Panel *self, Block *one) {
     one->kind = (uint8_t)kind_now(self, count, age);
     one->last = (uint32_t)self->now;
     if (listed) link_block(self, one, 0);
-    return note_use(self, tag_of(one));
+    return note_use(self, tag_of(one), count, age);
 }
 
 static int count_of(const Panel *self, uint64_t tag, const Block *one) {
@@ -630,7 +630,7 @@ static int count_of(const Panel *self, uint64_t tag, const Block *one) {
     if (one) {
         count = one->flags & COUNT_MAX;
         last = one->last;
-    } else if (samples(self, (uint32_t)tag)) {
+    } else if (self->rate == 1) {
         int32_t index = find_sampled(self, tag);
         if (index < 0) return 0;
         count = self->sampled[index].count;
@@ -644,9 +644,9 @@ static int count_of(const Panel *self, uint64_t tag, const Block *one) {
     return count >> (halved < COUNT_MAX ? halved : COUNT_MAX);
 }
 
-/* What is known of a sampled key takes the place of what its ghost says. */
+/* If all keys are sampled, what is known of them takes the place of what a ghost says. */
 static int recollect(const Panel *self, uint64_t tag, Ghost *known) {
-    if (!samples(self, (uint32_t)tag)) return -1;
+    if (self->rate > 1) return -1;
     int32_t index = find_sampled(self, tag);
     const Sampled *one = index < 0 ? NULL : &self->sampled[index];
     known->is_halved = 0;
@@ -660,7 +660,7 @@ static int await_key(Panel *self, uint64_t tag, int before) {
     Ghost known = {0};
     if (before) known = take_ghost(self, tag);
     recollect(self, tag, &known);
-    if (known.count < before && !samples(self, (uint32_t)tag)) {
+    if (known.count < before && self->rate > 1) {
         if (!known.count) known.age = self->prompt_age;
         known.count = before;
         known.is_halved = 1;
@@ -668,7 +668,7 @@ static int await_key(Panel *self, uint64_t tag, int before) {
     int count = next_count(self, known.count, &known.age, known.is_halved);
     if (count > before + 1) count = before + 1;
     int kind = kind_now(self, count, known.age);
-    if (note_use(self, tag) < 0) return -1;
+    if (note_use(self, tag, count, known.age) < 0) return -1;
     put_ghost(self, tag, self->now, count, kind, 1);
     return 0;
 }
@@ -775,7 +775,7 @@ typedef struct {
 static int64_t age_of(const Panel *self, Asked one) {
     uint32_t now = (uint32_t)self->now;
     if (one.handle >= 0) return (uint32_t)(now - self->blocks[one.handle].last);
-    if (samples(self, (uint32_t)one.tag)) {
+    if (self->rate == 1) {
         int32_t index = find_sampled(self, one.tag);
         return index < 0 ? 0 : (uint32_t)(now - self->sampled[index].last);
     }
@@ -783,14 +783,13 @@ static int64_t age_of(const Panel *self, Asked one) {
     return found ? ghost_age(self, *found) : seen_age(self, one.tag);
 }
 
-/* Count the hits of the shadows, and the uses of each key; -1 with an error set. */
-static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) {
+/* Count the hits of the shadows, and the uses of each key. */
+static void compare(Panel *self, Asked *asked, Py_ssize_t count) {
     int hits[RULES] = {0}, going = (1 << RULES) - 1, any = 0, known = 0, is_known = 1;
-    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(keys); at++) {
-        uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
-        Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
-        if (PyErr_Occurred()) return -1;
-        asked[at] = (Asked){tag, one ? one - self->blocks : -1, count_of(self, tag, one)};
+    for (Py_ssize_t at = 0; at < count; at++) {
+        uint64_t tag = asked[at].tag;
+        int64_t handle = asked[at].handle;
+        asked[at].count = count_of(self, tag, handle < 0 ? NULL : &self->blocks[handle]);
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
         int32_t index = is_known ? find_sampled(self, tag) : -1;
@@ -805,7 +804,6 @@ static int compare(Panel *self, PyObject *keys, PyObject *places, Asked *asked) 
             self->ahead[one][other] += ahead;
             self->spread[one][other] += ahead * ahead;
         }
-    return 0;
 }
 
 /* Correct the counts by those before and behind them, and note the prompt's age and interval. */
@@ -825,6 +823,25 @@ static void correct_counts(Panel *self, Asked *asked, Py_ssize_t count) {
     self->prompt_interval = deepest < 0 ? 0 : interval_of(self->prompt_age, self->size);
 }
 
+/* Count a use of each key that is asked for; -1 with an error set. */
+static int ask(Panel *self, Asked *asked, Py_ssize_t count, int in_session) {
+    int failed = 0;
+    compare(self, asked, count);
+    correct_counts(self, asked, count);
+    self->in_session = in_session;
+    for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
+        if (asked[at].handle < 0) {
+            failed = await_key(self, asked[at].tag, asked[at].count) < 0;
+        } else {
+            Block *one = &self->blocks[asked[at].handle];
+            failed = use_block(self, one) < 0;
+            one->flags |= ASKED;
+        }
+    }
+    self->prompt_interval = self->in_session = 0;
+    return failed ? -1 : 0;
+}
+
 static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
     if (!require(given_count, 3)) return NULL;
     int in_session = PyObject_IsTrue(given[2]);
@@ -842,19 +859,13 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
         PyErr_NoMemory();
         failed = 1;
     }
-    failed = failed || compare(self, keys, places, asked) < 0;
-    if (!failed) correct_counts(self, asked, count);
-    self->in_session = in_session;
-    for (Py_ssize_t at = count - 1; !failed && at >= 0; at--) {
-        if (asked[at].handle < 0) {
-            failed = await_key(self, asked[at].tag, asked[at].count) < 0;
-        } else {
-            Block *one = &self->blocks[asked[at].handle];
-            failed = use_block(self, one) < 0;
-            one->flags |= ASKED;
-        }
+    for (Py_ssize_t at = 0; !failed && at < count; at++) {
+        uint64_t tag = tag_of_key(PySequence_Fast_GET_ITEM(keys, at));
+        Block *one = block_at(self, PySequence_Fast_GET_ITEM(places, at));
+        asked[at] = (Asked){tag, one ? one - self->blocks : -1, 0};
+        failed = PyErr_Occurred() != NULL;
     }
-    self->prompt_interval = self->in_session = 0;
+    failed = failed || ask(self, asked, count, in_session) < 0;
     PyMem_RawFree(asked);
     Py_XDECREF(keys);
     Py_XDECREF(places);
@@ -862,8 +873,7 @@ static PyObject *requested(Panel *self, PyObject *const *given, Py_ssize_t given
     Py_RETURN_NONE;
 }
 
-static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request) {
-    uint64_t tag = tag_of_key(key);
+static int insert_one(Panel *self, int32_t handle, uint64_t tag, int by_request) {
     if (tag == ~(uint64_t)0 || reserve_blocks(self, (int64_t)handle + 1) < 0) return -1;
     Block *one = &self->blocks[handle];
     if (one->flags & HELD) {
@@ -879,7 +889,7 @@ static int insert_one(Panel *self, int32_t handle, PyObject *key, int by_request
     if (by_request && !known.awaited) {
         count = next_count(self, known.count, &known.age, known.is_halved);
         kind = kind_now(self, count, known.age);
-        if (note_use(self, tag) < 0) return -1;
+        if (note_use(self, tag, count, known.age) < 0) return -1;
     }
     one->kind = (uint8_t)kind;
     one->last = (uint32_t)self->now;
@@ -900,35 +910,40 @@ static PyObject *inserted(Panel *self, PyObject *const *given, Py_ssize_t given_
         failed = 1;
     }
     for (Py_ssize_t at = 0; !failed && at < count; at++)
-        failed =
-            insert_one(self, handles[at], PySequence_Fast_GET_ITEM(keys, at), by_request) < 0;
+        failed = insert_one(self, handles[at], tag_of_key(PySequence_Fast_GET_ITEM(keys, at)),
+                            by_request) < 0;
     PyMem_RawFree(handles);
     Py_XDECREF(keys);
     if (failed) return NULL;
     Py_RETURN_NONE;
 }
 
+static int drop_one(Panel *self, int64_t handle, int evicted) {
+    Block *one = block_of(self, handle, 0);
+    if (!one) return -1;
+    uint64_t tag = tag_of(one);
+    if (evicted) {
+        take_ghost(self, tag);
+        int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
+        put_ghost(self, tag, last, count_of(self, tag, one), one->kind, 0);
+    } else if (samples(self, (uint32_t)tag)) {
+        leave_shadows(self, tag);
+    }
+    one->flags = 0;
+    return 0;
+}
+
 static PyObject *dropped(Panel *self, PyObject *const *given, Py_ssize_t given_count) {
     if (!require(given_count, 2)) return NULL;
     Py_ssize_t count;
-    int evicted = PyObject_IsTrue(given[1]);
+    int evicted = PyObject_IsTrue(given[1]), failed = 0;
     if (evicted < 0) return NULL;
     int32_t *handles = handles_of(given[0], &count);
     if (!handles) return NULL;
-    Block *one = NULL;
-    for (Py_ssize_t at = 0; at < count && (one = block_of(self, handles[at], 0)); at++) {
-        uint64_t tag = tag_of(one);
-        if (evicted) {
-            take_ghost(self, tag);
-            int64_t last = self->now - (uint32_t)((uint32_t)self->now - one->last);
-            put_ghost(self, tag, last, count_of(self, tag, one), one->kind, 0);
-        } else if (samples(self, (uint32_t)tag)) {
-            leave_shadows(self, tag);
-        }
-        one->flags = 0;
-    }
+    for (Py_ssize_t at = 0; !failed && at < count; at++)
+        failed = drop_one(self, handles[at], evicted) < 0;
     PyMem_RawFree(handles);
-    if (count && !one) return NULL;
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -1105,23 +1120,24 @@ static void begin_walk(Walk *walk, int priority) {
     }
 }
 
-static PyObject *walk_next(Walk *walk) {
+/* The next handle, -1 at the end. */
+static int32_t step(Walk *walk) {
     Panel *panel = walk->panel;
     while (walk->front < 0 && !walk->left) {
         while (walk->priority < PRIORITIES && !panel->used[walk->priority]) walk->priority++;
-        if (walk->priority == PRIORITIES) return NULL;
+        if (walk->priority == PRIORITIES) return -1;
         begin_walk(walk, walk->priority++);
     }
     if (walk->front >= 0 && walk->front < panel->room) {
         int32_t handle = walk->front;
         walk->front = panel->blocks[handle].next;
-        return PyLong_FromLong(handle);
+        return handle;
     }
     int best = -1;
     for (int slot = 0; slot < walk->slots; slot++)
         if (walk->at[slot] >= 0 && (best < 0 || before(walk->ranks[slot], walk->ranks[best])))
             best = slot;
-    if (best < 0) return NULL;
+    if (best < 0) return -1;
     int32_t handle = walk->at[best];
     const Block *one = &panel->blocks[handle];
     int32_t next = best < CLASSES ? one->next : one->prev;
@@ -1130,7 +1146,12 @@ static PyObject *walk_next(Walk *walk) {
         if (other < 0 || other == next) next = -1;
     }
     step_walk(walk, best, next);
-    return PyLong_FromLong(handle);
+    return handle;
+}
+
+static PyObject *walk_next(Walk *walk) {
+    int32_t handle = step(walk);
+    return handle < 0 ? NULL : PyLong_FromLong(handle);
 }
 
 static void walk_free(Walk *walk) {
@@ -1212,7 +1233,7 @@ static PyObject *panel_new(PyTypeObject *type, PyObject *given, PyObject *named)
     self->memory = self->size * TIMES_MAX < GHOSTS_MIN ? self->size * TIMES_MAX : GHOSTS_MIN;
     if (self->memory < self->size) self->memory = self->size;
     self->buckets = GHOSTS * self->memory / WAYS;
-    self->words = self->memory / 4;
+    self->words = self->memory * 3 / 8;
     self->seen = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen);
     self->seen_before = PyMem_RawCalloc((size_t)self->words, sizeof *self->seen_before);
     self->ghosts = PyMem_RawCalloc((size_t)(self->buckets * WAYS), sizeof *self->ghosts);

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from itertools import takewhile
 from math import sqrt
 from typing import Final
@@ -176,13 +175,16 @@ class Learner:
     """Keeps sampled keys, one shadow cache for each rule, and compares the rules.
 
     A shadow has the size of the level divided by the rate of sampling. All calls are told ``now``,
-    the number of uses so far.
+    the number of uses so far. A key has the class that the level gives it, so a shadow knows no
+    more of an absent key than the level does.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.rate = max(1, size // SAMPLE)
         self.shadow_size = max(1, size // self.rate)
+        self.period = HALVE * size
+        """Uses after which counts are halved."""
         self._forget = FORGET * max(size, SAMPLE)
         self.hazards = Hazards(size)
         self.keys: dict[int, Sampled] = {}
@@ -206,7 +208,10 @@ class Learner:
         return (((tag & 0xFFFFFFFF) * 2654435761 & 0xFFFFFFFF) >> 8) % self.rate == 0
 
     def known(self, tag: int, now: int) -> tuple[int, int, int]:
-        """Return count and class as of its last use, and age, of a sampled key; 0 if unknown."""
+        """Return count and class as of its last use, and age, of a sampled key; 0 if unknown.
+
+        The level asks only if all keys are sampled: else it would know more of some than of others.
+        """
         one = self.keys.get(tag)
         if one is None:
             return 0, PROMPTS if self.rule >= PROMPT else 0, 0
@@ -232,11 +237,8 @@ class Learner:
                 self.ahead[first][second] += ahead
                 self.spread[first][second] += ahead * ahead
 
-    def use(self, tag: int, now: int, kind_of: Callable[[int, int], int], prompt: int) -> None:
-        """Count a use of a sampled key, in the shadows, too; its class is of its count and age.
-
-        ``prompt`` is its class by prompt.
-        """
+    def use(self, tag: int, now: int, kind: int, prompt: int) -> None:
+        """Count a use of a sampled key, in the shadows, too; both are its classes from now on."""
         one = self.keys.get(tag)
         if one is None:
             one = self.keys[tag] = Sampled()
@@ -248,20 +250,19 @@ class Learner:
                 self._evict(rule, now)
             else:
                 self.held[rule] += 1
-        hazards, period = self.hazards, HALVE * self.size
+        hazards = self.hazards
         if one.count and age < FORGET * self.size:
-            for kind in (one.kind, one.prompt):
-                hazards.hits[kind][hazards.bin(age)] += 1.0
-        one.count >>= min(COUNT_MAX, now // period - one.last // period)
+            for before in (one.kind, one.prompt):
+                hazards.hits[before][hazards.bin(age)] += 1.0
+        one.count >>= min(COUNT_MAX, now // self.period - one.last // self.period)
         one.count = min(COUNT_MAX, one.count + 1)
-        one.kind, one.prompt, one.last = kind_of(one.count, age), prompt, now
-        kinds = one.kind, one.prompt
-        for kind in kinds:
-            hazards.reached[kind][0] += 1.0
+        one.kind, one.prompt, one.last = kind, prompt, now
+        for after in (kind, prompt):
+            hazards.reached[after][0] += 1.0
         one.inside = (1 << RULES) - 1
         for rule in range(RULES):
             self.shadows[rule][one.ordered(rule)][tag] = None
-        self.log.append((now, tag, kinds))
+        self.log.append((now, tag, (kind, prompt)))
         self._reach(now)
 
     def _evict(self, rule: int, now: int) -> None:

@@ -36,7 +36,7 @@ from kvladder.policy.hazards import (
 FRONT: Final = CLASSES
 """List of the blocks that go before all others of their priority."""
 WAYS: Final = 8
-GHOSTS: Final = 7
+GHOSTS: Final = 6
 """Entries of ghosts for each block of the level."""
 GHOSTS_MIN: Final = 8192
 """What is known of absent keys has room as for this many blocks, if the level has fewer."""
@@ -49,7 +49,7 @@ HALVED: Final = (0, 0, 1, 1, 2, 3, 4, 5)
 EPOCH: Final = 2
 """Sizes in uses of an epoch; a ghost has the number of epochs that ended since its last use."""
 EPOCHS_MAX: Final = 3
-GENERATION: Final = 5
+GENERATION: Final = 4
 """Sizes in uses of a generation of keys that were used once."""
 
 
@@ -71,15 +71,15 @@ class Remembered:
 
 
 class SeenOnce:
-    """Says of keys whether they were used once lately; 16 bits for each block and generation.
+    """Says of keys whether they were used once lately; 24 bits for each block and generation.
 
-    Two Bloom filters, each for five times the size in uses: a key is forgotten after five to ten.
+    Two Bloom filters, each for four times the size in uses: a key is forgotten after four to eight.
     Some unknown keys are taken for known ones; see ``PythonPanel.requested`` for why few are.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.words = max(16, size // 4)
+        self.words = max(16, size * 3 // 8)
         self.now = array("Q", bytes(8 * self.words))
         self.before = array("Q", bytes(8 * self.words))
         self.began = 0
@@ -118,7 +118,7 @@ class SeenOnce:
 
 
 class Ghosts:
-    """What is known of keys that the level does not hold; bounded, 14 bytes for each block.
+    """What is known of keys that the level does not hold; bounded, 12 bytes for each block.
 
     A key may be in one bucket of eight. If that is full, the key of the least uses gives way, the
     one that was used the longest time ago first. An entry has, from the lowest bit: the level of
@@ -244,6 +244,8 @@ class PythonPanel:
         self.size = size = max(1, size)
         self._learner = Learner(size)
         self._ghosts = Ghosts(size)
+        self._is_exact = self._learner.rate == 1
+        """True if every key is sampled: then the count and age of an absent key are known."""
         self._now = 0
         self._prompt_age = self._prompt_interval = 0  # of the prompt that is asked for now
         self._in_session = False
@@ -294,7 +296,7 @@ class PythonPanel:
         """Return about how many uses ago a known key was used."""
         if handle is not None:
             return self._now - self._held[handle].last
-        if self._learner.samples(tag):
+        if self._is_exact:
             return self._learner.known(tag, self._now)[2]
         return self._ghosts.age(tag)
 
@@ -302,17 +304,17 @@ class PythonPanel:
         """Return how often a key was used lately, as far as it is known."""
         if handle is not None:
             count, age = self._held[handle].count, self._now - self._held[handle].last
-        elif self._learner.samples(tag):  # then it is known exactly
+        elif self._is_exact:
             count, _, age = self._learner.known(tag, self._now)
         else:
             return self._ghosts.count(tag)
-        period = HALVE * self.size
+        period = self._learner.period
         return count >> min(COUNT_MAX, self._now // period - (self._now - age) // period)
 
     def _await(self, tag: int, before: int) -> None:
         """Count a use of a key that the level does not hold, which was used ``before`` times."""
         known = self._ghosts.take(tag) if before else Remembered()
-        if self._learner.samples(tag):
+        if self._is_exact:
             known = self._sampled(tag)
         elif known.count < before:
             age = known.age if known.count else self._prompt_age
@@ -320,18 +322,18 @@ class PythonPanel:
         count, age = self._next(known)
         count = min(count, before + 1)
         kind = self._ordered(count, age)
-        self._learn(tag)
+        self._learn(tag, count, age)
         self._ghosts.put(tag, self._now, count, kind, awaited=True)
 
     def _sampled(self, tag: int) -> Remembered:
-        """Return what is known of a sampled key; of these it is exact."""
+        """Return what is known of a key if all are sampled; then it is exact."""
         count, _, age = self._learner.known(tag, self._now)
         return Remembered(count, age)
 
     def _next(self, known: Remembered) -> tuple[int, int]:
         """Return count and age of a key after a use now."""
         self._now += 1
-        period = HALVE * self.size
+        period = self._learner.period
         count, age = known.count, known.age
         if count:
             age = min(age + 1, self._now)  # where it is not known exactly
@@ -350,16 +352,16 @@ class PythonPanel:
         """Return the class by which a block that is used now is ordered."""
         return self._by_prompt() if self._learner.rule >= PROMPT else self._class(count, age)
 
-    def _learn(self, tag: int) -> None:
+    def _learn(self, tag: int, count: int, age: int) -> None:
         self._ghosts.tick(self._now)
         if self._learner.samples(tag):
-            self._learner.use(tag, self._now, self._class, self._by_prompt())
+            self._learner.use(tag, self._now, self._class(count, age), self._by_prompt())
         self._learner.tick(self._now)
 
     def _use(self, one: HeldBlock, handle: int) -> None:
         one.count, age = self._next(Remembered(one.count, self._now - one.last))
         one.kind, one.last = self._ordered(one.count, age), self._now
-        self._learn(one.tag)
+        self._learn(one.tag, one.count, age)
         if one.list >= 0:
             self._unlink(one, handle)
             self._link(one, handle, one.kind)
@@ -374,12 +376,12 @@ class PythonPanel:
             one.kind = class_of(known.count, known.interval) if known.count else 0
             if self._learner.rule >= PROMPT:
                 one.kind = (SESSION if known.in_session else PROMPTS) + known.interval
-            if self._learner.samples(one.tag):
+            if self._is_exact:
                 known, one.kind = self._sampled(one.tag), self._learner.known(one.tag, 0)[1]
             if request and not is_awaited:
                 one.count, age = self._next(known)
                 one.kind = self._ordered(one.count, age)
-                self._learn(one.tag)
+                self._learn(one.tag, one.count, age)
             else:
                 one.count = max(1, known.count)
             one.last = self._now

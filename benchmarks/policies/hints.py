@@ -23,10 +23,10 @@ from itertools import count
 from typing import Final
 
 from benchmarks.policies.level import Level, outcome_of
+from benchmarks.policies.native import NativeLevel
 from benchmarks.policies.peers import Outcome
 from benchmarks.policies.traces import Prompt, Trace
-from kvladder.keys import BlockKey
-from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MIN, EvictionPolicy
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MIN
 from kvladder.policy.sessions import Sessions
 
 ENDS: Final = "ends"
@@ -55,21 +55,17 @@ def sessions_of(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def served_with_hints(
-    policy: EvictionPolicy,
-    trace: Trace,
-    size: int,
-    keys: Sequence[BlockKey],
-    told: Sequence[str] = (ENDS,),
+    level: Level | NativeLevel, trace: Trace, told: Sequence[str] = (ENDS,)
 ) -> Outcome:
-    """Return what a level serves that is told these hints; all but ``ends`` need times."""
-    hinted = Hinted(Level(policy, size, keys), trace, told)
+    """Return what an empty level serves that is told these hints; all but ``ends`` need times."""
+    hinted = Hinted(level, trace, told)
     return outcome_of(trace, [hinted.request(number) for number in range(len(trace.prompts))])
 
 
 class Hinted:
     """A level, and what an agent says of each session of a trace."""
 
-    def __init__(self, level: Level, trace: Trace, told: Sequence[str]) -> None:
+    def __init__(self, level: Level | NativeLevel, trace: Trace, told: Sequence[str]) -> None:
         self._level, self._trace, self._told = level, trace, told
         self._named = trace.sessions or sessions_of(trace.prompts)
         self._next: list[int | None] = [None] * len(self._named)
@@ -95,7 +91,7 @@ class Hinted:
         following = self._next[number]
         calls = CALLS in self._told and self._comes_soon(number)
         priority = RETAINED if calls else PRIORITY_DEFAULT
-        self._rank(prompt, priority)  # what is there is saved again
+        self._level.rank(prompt, priority)  # what is there is saved again
         named = bool(self._told)
         known = self._level.request(prompt, whole=False, in_session=named, priority=priority)
         for block in prompt:  # what was retained before this request is retained no longer
@@ -104,7 +100,7 @@ class Hinted:
         if following is None:
             if ENDS in self._told:
                 gone = self._sessions.end(str(self._named[number]))
-                self._rank([self._block[key] for key in gone], PRIORITY_MIN)
+                self._level.rank([self._block[key] for key in gone], PRIORITY_MIN)
         elif calls:
             self._retain(time_s, number)
         elif RETURNS in self._told and not self._comes_soon(number):
@@ -133,7 +129,7 @@ class Hinted:
 
     def _retain(self, now_s: float, number: int) -> None:
         prompt, until_s = self._trace.prompts[number], now_s + RETAINED_S
-        self._rank(prompt, RETAINED)
+        self._level.rank(prompt, RETAINED)
         self._until_s.update(dict.fromkeys(prompt, until_s))
         self._later(until_s, number, self._expire)
 
@@ -142,13 +138,4 @@ class Hinted:
         expired = [block for block in prompt if self._until_s.get(block, now_s + 1) <= now_s]
         for block in expired:
             del self._until_s[block]
-        self._rank(expired, PRIORITY_DEFAULT)
-
-    def _rank(self, blocks: Sequence[int], priority: int) -> None:
-        """Change the priority of those that are held, the tail first, as an index does."""
-        for block in reversed(blocks):
-            handle = self._level.at.get(block)
-            if handle is not None and self._level.priority.get(block) != priority:
-                self._level.policy.remove(handle)
-                self._level.policy.push(handle, priority)
-                self._level.priority[block] = priority
+        self._level.rank(expired, PRIORITY_DEFAULT)

@@ -67,6 +67,15 @@ class Level:
                 self._save(self._room(1), [block])
         return known
 
+    def rank(self, blocks: Sequence[int], priority: int) -> None:
+        """Change the priority of those that are held, the tail first, as an index does."""
+        for block in reversed(blocks):
+            handle = self.at.get(block)
+            if handle is not None and self.priority.get(block) != priority:
+                self.policy.remove(handle)
+                self.policy.push(handle, priority)
+                self.priority[block] = priority
+
     def _serve(self, prompt: Prompt, known: int) -> None:
         pinned = [self.at[block] for block in reversed(prompt[:known])]
         self.policy.remove_all(pinned)

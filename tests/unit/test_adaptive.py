@@ -34,7 +34,7 @@ from kvladder.policy.hazards import (
     class_of,
     interval_of,
 )
-from kvladder.policy.panel import Ghosts, PythonPanel, SeenOnce, tag_of
+from kvladder.policy.panel import GENERATION, Ghosts, PythonPanel, SeenOnce, tag_of
 from kvladder.testing.policies import PolicyTests
 from tests.kit.native import built
 from tests.kit.source import ROOT
@@ -382,6 +382,29 @@ def test_a_lost_key_of_a_prompt_is_known_by_those_behind_it():
     panel._ghosts.seen = SeenOnce(6400)
     panel.requested(keys, [None] * len(keys), False)
     assert panel._ghosts.take(lost).count == 4
+
+
+def test_shadows_know_no_more_of_an_absent_key_than_the_level():
+    """What was known of the keys is lost; of sampled ones, which are kept, too."""
+    panel, keys = PythonPanel(6400), [*map(key_of, range(40))]
+    sampled = [tag for tag in map(tag_of, keys) if panel._learner.samples(tag)]
+    for _ in range(3):
+        panel.requested(keys, [None] * len(keys), False)
+    kinds = {panel._learner.keys[tag].kind // INTERVALS for tag in sampled}
+    assert (len(sampled) > 9, kinds) == (True, {2})
+    panel._ghosts = Ghosts(6400)
+    panel.requested(keys, [None] * len(keys), False)
+    assert {panel._learner.keys[tag].kind for tag in sampled} == {0}
+
+
+def test_few_new_keys_are_taken_for_keys_that_were_used_once():
+    """The newer filter is full, the older one as full."""
+    size, seen = 2000, SeenOnce(2000)
+    for number in range(2 * GENERATION * size):
+        seen.tick(number)
+        seen.add(tag_of(key_of(number)), number)
+    mistaken = sum(seen.age(tag_of(key_of(-1 - number))) > 0 for number in range(2000))
+    assert 0 < mistaken < 0.2 * 2000
 
 
 def test_classes_are_told_by_count_and_interval():

@@ -25,7 +25,7 @@ def test_the_end_of_a_session_gives_its_blocks_up_first() -> None:
     keys = keys_of(trace)
     for make in (PrioritizedLRU, Adaptive):
         assert served(PrioritizedLRU(), trace, 9, keys, whole=False).hits == 0
-        assert served_with_hints(make(), trace, 9, keys).hits == 4
+        assert served_with_hints(Level(make(), 9, keys), trace).hits == 4
 
 
 def test_a_tool_call_keeps_a_session_for_a_minute_and_a_return_keeps_the_rest() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.policies.hints import ENDS, EVERY, RETAINED, Hinted, served_with_hints
 from benchmarks.policies.level import Level, keys_of, served, unbounded
+from benchmarks.policies.native import NativeLevel
 from benchmarks.policies.peers import BELADY, peers
 from benchmarks.policies.traces import (
     GENERATORS,
@@ -54,6 +55,24 @@ def test_the_level_serves_what_a_peers_lru_does() -> None:
     assert found[trace.unique]["LRU"].hits == most.hits
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 37, 400])
+def test_the_level_in_c_serves_what_the_one_in_python_does(size: int) -> None:
+    """With priorities that change, and the same request from named sessions and others."""
+    trace, random = small(), Random(size)
+    keys = keys_of(trace)
+    ours, theirs = NativeLevel(size, keys), Level(Adaptive(), size, keys)
+    for prompt in trace.prompts:
+        named, priority = random.random() < 0.5, random.choice([20, 35, 35, 50])
+        theirs.rank(prompt[:9], priority)
+        ours.rank(prompt[:9], priority)
+        known = theirs.request(prompt, whole=False, in_session=named, priority=priority)
+        assert ours.request(prompt, in_session=named, priority=priority) == known
+    assert isinstance(theirs.policy, Adaptive)
+    assert ours.rule == theirs.policy.rule
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [PrioritizedLRU, Adaptive])
 @pytest.mark.parametrize("seed", [401, 402])
@@ -67,7 +86,7 @@ def test_sessions_hints_do_not_serve_less_than_none(make: type[EvictionPolicy], 
     keys, size = keys_of(trace), trace.unique // 20
     none = served(make(), trace, size, keys, whole=False)
     for told in ((ENDS,), EVERY):
-        hinted = served_with_hints(make(), trace, size, keys, told)
+        hinted = served_with_hints(Level(make(), size, keys), trace, told)
         assert hinted.hits > (1 if told == (ENDS,) else 0.98) * none.hits
         assert hinted.cut < none.cut
 
