@@ -125,7 +125,7 @@ def obey_hints(engine: Engine) -> None:
 
     def comes_from(level: str, message: str) -> None:
         found = engine.again(40, SHORT, kv_hints=hint_envelope(own, message=message))
-        assert (found.ids, found.storage) == (pinned.ids, whole(SHORT))
+        assert (found.ids, found.storage) == (pinned.ids, whole(SHORT)), repr(found.told)
         assert found.told["served_from"] == {level: whole(SHORT)}, found.told
         assert (found.told["served_tokens"], found.told["missed"]) == (whole(SHORT), [])
         assert found.told["waited_s"] > 0
