@@ -96,6 +96,8 @@ class Engine:
         self.sources: Counter[str] = Counter()
         self.lives = 0
         self._names = 0
+        self._checked: tuple[Process, int, int] | None = None
+        """What ran, and what the model forbade, when everything here was checked."""
         self._ended: Counter[int] = Counter()
 
     @property
@@ -234,9 +236,13 @@ class Engine:
 
     def poll(self) -> None:
         """Let each request do its next step."""
-        self.hints.poll()
         assert self.process is not None
-        is_late = self.process.resumed_s + 1.0 > self.loop.time()  # it was stopped just now
+        if self.requests or self.hints._fetching or self.hints._later:
+            self.process.run(self._poll, self.process)
+
+    def _poll(self, process: Process) -> None:
+        self.hints.poll()
+        is_late = process.resumed_s + 1.0 > self.loop.time()  # it was stopped just now
         for request in [*self.requests]:
             if request.save is not None:
                 self._finish(request)
@@ -336,7 +342,14 @@ class Engine:
     # ---- invariants
 
     def check(self) -> None:
-        """Check everything that must hold in this process after each step."""
+        """Check everything that must hold in this process, if anything has changed."""
+        if self.process is not None:
+            now = self.process, self.process.turns, self.model.forbidding
+            if now != self._checked:
+                self.process.look(self._check)
+                self._checked = now
+
+    def _check(self) -> None:
         self.manager.check()
         writing = [slot for request in self.requests for slot in request.filled]
         assert len(writing) == len(set(writing)), "a slot was given out twice"
