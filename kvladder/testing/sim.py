@@ -147,9 +147,9 @@ class SimLoop(VirtualLoop):
         self._turn(wait_s)
         due_s, count = self._now + RESOLUTION_S, len(self._waiting)
         while timers and timers[0].when() < due_s:
-            timer = heappop(timers)
-            timer._scheduled = False  # type: ignore[attr-defined]
-            self._ready.append(timer)
+            due = heappop(timers)
+            due._scheduled = False  # type: ignore[attr-defined]
+            self._ready.append(due)
         for _ in range(count):
             self._run_one()
         while self._ready:

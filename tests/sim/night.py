@@ -180,8 +180,11 @@ class Night:
     def _resumed(self, found: dict[str, Any]) -> Tally:
         if found.pop("of") != [self.options.seed, self.options.steps]:
             raise SystemExit(f"{self.options.kept}: give the --seed and --steps it was made with")
-        counters = {name: Counter(value) for name, value in found.items() if type(value) is dict}
-        return Tally(**(found | counters))
+        values: dict[str, Any] = {
+            name: Counter(value) if isinstance(value, dict) else value
+            for name, value in found.items()
+        }
+        return Tally(**values)
 
     @property
     def goes_on(self) -> bool:
@@ -197,7 +200,9 @@ class Night:
             while self.goes_on:
                 self._add(worlds(*self._batch(self.tally.done)))
             return
-        with ProcessPoolExecutor(self.options.jobs, get_context("forkserver")) as pool:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.sim.night"])
+        with ProcessPoolExecutor(self.options.jobs, context) as pool:
             begun, running = self.tally.done, deque[Future[Tally]]()
             while self.goes_on:
                 while len(running) <= self.options.jobs and (batch := self._batch(begun))[0]:

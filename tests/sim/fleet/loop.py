@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from heapq import heappush
 from typing import Any, TypeVar, TypeVarTuple
@@ -130,10 +130,14 @@ class ProcessTimer(asyncio.TimerHandle):
     """A timer of a process: late while the process is stopped, and never once it is over."""
 
     _callback: Callable[..., object]
-    _args: tuple[Any, ...]
+    _args: Sequence[Any]
     _context: Context
     _loop: FleetLoop
     _scheduled: bool
+    _when: float
+
+    def __lt__(self, other: Any) -> bool:
+        return self._when < other._when  # type: ignore[no-any-return]
 
     def _run(self) -> None:
         process = self._context.get(HERE)
