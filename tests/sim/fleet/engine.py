@@ -20,7 +20,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import Limits, Shares
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import Tier
+from kvladder.tiers.base import Ref, Tier
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.context import Blocking
@@ -90,6 +90,8 @@ class Engine:
         self.shared = shared
         self.threads = threads
         self.disk = FakeDisk(Path("/disk"), ROOT, seed=random.randrange(1 << 30))
+        self.is_disk_whole = True
+        """False once written bytes were damaged: what finds that forgets the block."""
         self.process: Process | None = None
         self.cache: SimCache
         self.requests: list[Request] = []
@@ -216,6 +218,7 @@ class Engine:
         self.cache.stack.shared.unreleased.close(0, 0)
         process.die()
         self.disk.crash(mode)
+        self.is_disk_whole &= mode == "keep"
         release(self.cache.arena)
         self.requests.clear()
 
@@ -381,3 +384,14 @@ class Engine:
         assert arena.free + len(stack.host.index) == arena.slots, f"{self.machine} lost a slot"
         for level in self.cache.levels:
             assert level.places.taken == len(level.index), f"{level.name} lost a place"
+        if self.is_disk_whole:
+            self._check_files()
+
+    def _check_files(self) -> None:
+        """Check that the files have what the level says; no other process removes its blocks."""
+        files = self.cache.levels[0]
+        refs = [Ref(key, int(files.index.place(key) or 0)) for key in files.index]
+        assert self.process is not None
+        held = self.process.run(self.loop.create_task, files.tier.contains(refs))
+        found = self.loop.run_until_complete(held)
+        assert all(found), f"{self.machine} counts on files that it has not"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import NamedTuple
@@ -17,16 +17,17 @@ from tests.sim.fleet.fleet import STORES, Fleet, FleetKnobs
 STEPS = 120
 TRACE_LINES = 40
 WORK = {
-    "serve": 40,
-    "advance": 40,
-    "cancel": 3,
-    "hint": 5,
-    "end_session": 2,
-    "purge": 1,
-    "upgrade": 1,
-    "new_weights": 0.3,
-    "mend": 6,
+    "serve": (40,),
+    "advance": (20, 40),
+    "cancel": (1, 3, 9),
+    "hint": (0, 5, 15),
+    "end_session": (0, 2, 4),
+    "purge": (0.5, 2, 8),
+    "upgrade": (0.5, 1, 4),
+    "new_weights": (0, 0.3, 1),
+    "mend": (0, 6),
 }
+"""How frequent the other steps are; each world has one of the numbers."""
 DENSITIES = {"quiet": 0.05, "light": 0.15, "mixed": 0.3, "dense": 0.55, "storm": 0.85}
 """Share of the steps that are faults, by the name of the density."""
 OFTEN = {"quiet": 1, "light": 1, "mixed": 2, "dense": 3, "storm": 3}
@@ -53,10 +54,11 @@ class Step(NamedTuple):
 
 
 class Climate(NamedTuple):
-    """How dense the faults of a world are, and how frequent each kind is."""
+    """How dense the faults of a world are, and how frequent each kind and each other step is."""
 
     density: str
     kinds: dict[str, int]
+    work: dict[str, float]
 
     @classmethod
     def of(cls, seed: int) -> Climate:
@@ -75,16 +77,17 @@ class Climate(NamedTuple):
             every = {kind: random.choice((0, 0, 1, 3)) for kind in fit}
             kinds = {kind: often for kind, often in every.items() if often}
         (density,) = random.choices([*OFTEN], [*OFTEN.values()])
-        return cls(density, kinds or dict.fromkeys(fit, 1))
+        work: dict[str, float] = {name: random.choice(often) for name, often in WORK.items()}
+        return cls(density, kinds or dict.fromkeys(fit, 1), work)
 
 
 def drawn(seed: int, count: int = STEPS) -> list[Step]:
     """Return the steps of a seed, in its own climate."""
     climate, random = Climate.of(seed), Random(f"{seed} steps")
-    kinds, share = climate.kinds, DENSITIES[climate.density]
+    share = DENSITIES[climate.density]
     steps: list[Step] = []
     for _ in range(count):
-        table = kinds if random.random() < share else WORK
+        table: Mapping[str, float] = climate.kinds if random.random() < share else climate.work
         (name,) = random.choices([*table], [*table.values()])
         a, b, c = (random.randrange(1 << 16) for _ in range(3))
         steps.append(Step(name, a, b, c, random.choice((0.1, 0.5, 3.0, 10.0))))
