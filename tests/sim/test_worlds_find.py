@@ -37,7 +37,7 @@ from tests.kit.soak import run_world
 from tests.sim.fleet import plan
 
 WORLDS = 800
-FLEETS = 20
+FLEETS = 40
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -338,6 +338,11 @@ class Engine:
         stack, digest = self.cache.stack, self.manager._digest(salt)
         return self.process.run(stack.purge, digest)
 
+    def begin_removal(self, salt: str) -> Generator[dict[str, int]]:
+        """Remove the blocks of a salt by their keys, all in the first step of the answer."""
+        self.manager.remove(self.model.of_salt(salt))
+        yield {}
+
     def bytes_of(self, slot: Slot) -> bytes:
         """Return the bytes of a block in a slot."""
         return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])

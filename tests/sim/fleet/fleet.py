@@ -73,6 +73,7 @@ class Fleet:
         self._purge: dict[Engine, Generator[Any] | None] | None = None
         self._purged = 0
         """The salt that is being purged: no request uses it meanwhile."""
+        self._by_keys = False
         self._purged_keys: list[BlockKey] = []
         self.purges = 0
         self.undone = 0
@@ -208,8 +209,12 @@ class Fleet:
         return self._purge is not None and salt == self._purged
 
     def purge(self, a: int, b: int, c: int) -> None:
-        """Requests of one salt end, and every engine purges it, now or when it runs again."""
+        """Requests of one salt end, and every engine purges it, now or when it runs again.
+
+        One purge in three removes the salt's blocks by their keys instead.
+        """
         if self._purge is None:
+            self._by_keys = b % 3 == 0
             self._purged = salt = 1 + a % (len(SALTS) - 1)
             for engine in self.engines:
                 if engine.process is not None:
@@ -246,7 +251,8 @@ class Fleet:
                 continue
             if steps is None:
                 salt = SALTS[self._purged]
-                steps = self._purge[engine] = engine.begin_purge(salt)
+                begin = engine.begin_removal if self._by_keys else engine.begin_purge
+                steps = self._purge[engine] = begin(salt)
             ended = engine.process.run(next, steps, None) is None
             is_done &= ended and not engine.manager.removals
         if is_done:
