@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.sim import night
+from tests.sim.fleet import plan
 from tests.sim.fleet.faults import FAULTS
 from tests.sim.fleet.fleet import STORES, FleetKnobs
 from tests.sim.fleet.plan import DENSITIES, Climate, drawn
@@ -37,12 +38,12 @@ def test_a_night_continues_where_another_was_stopped(
     whole, parts, out = tmp_path / "whole.json", tmp_path / "parts.json", tmp_path / "table.md"
     assert night.main([*SMALL, "--worlds", "4", "--kept", str(whole)]) == 0
 
-    run, ran = night.run, list[int]()
+    ran: list[int] = []
 
     def stopped(seed: int, steps: Any) -> Any:
         ran.append(seed)
         os.kill(os.getpid(), signal.SIGTERM)
-        return run(seed, steps)
+        return plan.run(seed, steps)
 
     monkeypatch.setattr(night, "run", stopped)
     before = signal.getsignal(signal.SIGTERM)
@@ -52,7 +53,7 @@ def test_a_night_continues_where_another_was_stopped(
     assert ran == [40, 41], "a batch began after the signal"
     assert "| **all** |" in out.read_text(), "a stopped night writes its table"
     assert sums(parts)["worlds"] == 2
-    monkeypatch.setattr(night, "run", run)
+    monkeypatch.setattr(night, "run", plan.run)
     assert night.main(given) == 0
     assert sums(parts) == sums(whole)
     with pytest.raises(SystemExit, match="give the --seed and --steps"):

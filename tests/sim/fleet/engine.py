@@ -20,12 +20,13 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import Limits, Shares
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import Ref, Tier
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
+from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.loading.fetch import Fetch
@@ -240,7 +241,7 @@ class Engine:
     def poll(self) -> None:
         """Let each request do its next step."""
         assert self.process is not None
-        if self.requests or self.hints._fetching or self.hints._later:
+        if self.requests or self.hints._is_busy:
             self.process.run(self._poll, self.process)
 
     def _poll(self, process: Process) -> None:
@@ -397,6 +398,11 @@ class Engine:
         files = self.cache.levels[0]
         refs = [Ref(key, int(files.index.place(key) or 0)) for key in files.index]
         assert self.process is not None
-        held = self.process.run(self.loop.create_task, files.tier.contains(refs))
-        found = self.loop.run_until_complete(held)
-        assert all(found), f"{self.machine} counts on files that it has not"
+
+        async def held() -> bool:
+            return all(await files.tier.contains(refs))
+
+        asked = self.process.run(self.loop.create_task, held())
+        assert self.loop.run_until_complete(asked), (
+            f"{self.machine} counts on files that it has not"
+        )
