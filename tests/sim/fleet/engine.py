@@ -404,5 +404,5 @@ class Engine:
 
         asked = self.process.run(self.loop.create_task, held())
         assert self.loop.run_until_complete(asked), (
-            f"{self.machine} counts on files that it has not"
+            f"{self.machine} counts on lost files"
         )
