@@ -403,6 +403,4 @@ class Engine:
             return all(await files.tier.contains(refs))
 
         asked = self.process.run(self.loop.create_task, held())
-        assert self.loop.run_until_complete(asked), (
-            f"{self.machine} counts on lost files"
-        )
+        assert self.loop.run_until_complete(asked), f"{self.machine} counts on lost files"
