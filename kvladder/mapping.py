@@ -122,8 +122,11 @@ def make(address: int, size: int, *, huge: bool) -> float:
     def one(start: int) -> str:
         return _make(address + start, min(MAKE_BYTES, size - start), collapse=not huge)
 
-    with ThreadPoolExecutor(threads, "kvladder-make") as pool:
-        refusals = list(filter(None, pool.map(one, starts)))
+    if threads == 1:  # a thread takes longer to start than a small arena to make
+        refusals = list(filter(None, map(one, starts)))
+    else:
+        with ThreadPoolExecutor(threads, "kvladder-make") as pool:
+            refusals = list(filter(None, pool.map(one, starts)))
     share = len(refusals) / len(starts)
     if refusals:
         logger.info("%.0f %% of the arena has no huge pages: %s", 100 * share, refusals[0])

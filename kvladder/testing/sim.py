@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from contextvars import Context
+from heapq import heapify, heappop
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,6 +27,8 @@ TURNS_MAX = 10_000
 """Most turns of the loop at one instant; more mean that code polls without waiting."""
 TURNS_TOTAL_MAX = 1_000_000
 """Most turns of the loop in a run; more mean that code polls for ever while time passes."""
+TIMERS_KEPT = 100
+"""With more timers than this, half of them cancelled, the cancelled ones are dropped."""
 EPOCH_S = 1_800_000_000.0
 """Wall time at which a simulated loop begins, in seconds since the epoch."""
 
@@ -83,6 +87,12 @@ class SimLoop(VirtualLoop):
     promises. Threads and executors raise, and sockets never become ready.
     """
 
+    _scheduled: list[asyncio.TimerHandle]
+    _ready: deque[asyncio.Handle]
+    """Timers that are due."""
+    _stopping: bool
+    _timer_cancelled_count: int
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = Random(seed)
@@ -116,13 +126,45 @@ class SimLoop(VirtualLoop):
             turns = f"{self._turns_total} turns, {self._turns} of them at {self._now:g} s"
             raise Livelock(f"{turns}:\n" + _lines(tasks))
 
+    def _run_once(self) -> None:
+        """Run the callbacks that are ready, in random order, then the timers that are due.
+
+        Callbacks that these make ready are run in the next turn.
+        """
+        timers = self._scheduled
+        if 2 * self._timer_cancelled_count > len(timers) > TIMERS_KEPT:
+            timers = self._scheduled = [timer for timer in timers if not timer.cancelled()]
+            heapify(timers)
+            self._timer_cancelled_count = 0
+        while timers and timers[0].cancelled():
+            heappop(timers)
+            self._timer_cancelled_count -= 1
+        wait_s = None
+        if self._waiting or self._ready or self._stopping:
+            wait_s = 0.0
+        elif timers:
+            wait_s = max(0.0, timers[0].when() - self._now)
+        self._turn(wait_s)
+        due_s, count = self._now + RESOLUTION_S, len(self._waiting)
+        while timers and timers[0].when() < due_s:
+            due = heappop(timers)
+            due._scheduled = False  # type: ignore[attr-defined]
+            self._ready.append(due)
+        for _ in range(count):
+            self._run_one()
+        while self._ready:
+            timer = self._ready.popleft()
+            if not timer.cancelled():
+                timer._run()
+
     def call_soon(
         self,
         callback: Callable[[*Ts], object],
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        super().call_soon(self._run_one)
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
         future = args[0] if args and asyncio.isfuture(args[0]) else None
         self._waiting.append((handle, future))
@@ -147,11 +189,14 @@ class SimLoop(VirtualLoop):
 
     def _chosen(self) -> tuple[asyncio.Handle, object]:
         """Take a waiting callback, chosen at random, with its future; one future's run in order."""
-        chosen = self._random.randrange(len(self._waiting))
-        future = self._waiting[chosen][1]
+        waiting = self._waiting
+        chosen = self._random.randrange(len(waiting))
+        future = waiting[chosen][1]
         if future is not None:
-            chosen = next(i for i, (_, of) in enumerate(self._waiting) if of is future)
-        return self._waiting.pop(chosen)
+            for chosen, (_, of) in enumerate(waiting):  # noqa: B007
+                if of is future:
+                    break
+        return waiting.pop(chosen)
 
     def call_soon_threadsafe(
         self,

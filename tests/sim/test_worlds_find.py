@@ -46,7 +46,7 @@ FIRST = {
     "wishes are forgotten on the way down": 56,
 }
 """The worlds that found these faults when this was written, late; the others follow."""
-FLEETS = 20
+FLEETS = 40
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -247,7 +247,15 @@ def unfenced(session: Session) -> None:
     session._pump.close(TierError("the session is over"))
 
 
+_publish = Level._publish
+
+
+def all_of_it(level: Level, blocks: Any, results: Any) -> int:
+    return _publish(level, blocks, [True] * len(results))
+
+
 OF_FLEETS: dict[str, tuple[Any, str, Any]] = {
+    "a put that was refused counts as stored": (Level, "_publish", all_of_it),
     "an aborted operation does not wait for its end": (Connection, "_give_up", at_once),
     "a session ends without its fence": (Session, "fence", unfenced),
     "a client that has gone keeps its slots": (ServerOffers, "gone", at_once),

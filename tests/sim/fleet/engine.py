@@ -26,6 +26,7 @@ from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.context import Blocking
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
+from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.calling.breaker import BreakerSettings, CallSettings
 from kvladder.tiers.ladder.definition import LevelSettings
 from kvladder.tiers.ladder.loading.fetch import Fetch
@@ -90,12 +91,16 @@ class Engine:
         self.shared = shared
         self.threads = threads
         self.disk = FakeDisk(Path("/disk"), ROOT, seed=random.randrange(1 << 30))
+        self.is_disk_whole = True
+        """False once written bytes were damaged: what finds that forgets the block."""
         self.process: Process | None = None
         self.cache: SimCache
         self.requests: list[Request] = []
         self.sources: Counter[str] = Counter()
         self.lives = 0
         self._names = 0
+        self._checked: tuple[Process, int, int] | None = None
+        """What ran, and what the model forbade, when everything here was checked."""
         self._ended: Counter[int] = Counter()
 
     @property
@@ -214,6 +219,7 @@ class Engine:
         self.cache.stack.shared.unreleased.close(0, 0)
         process.die()
         self.disk.crash(mode)
+        self.is_disk_whole &= mode == "keep"
         release(self.cache.arena)
         self.requests.clear()
 
@@ -234,9 +240,13 @@ class Engine:
 
     def poll(self) -> None:
         """Let each request do its next step."""
-        self.hints.poll()
         assert self.process is not None
-        is_late = self.process.resumed_s + 1.0 > self.loop.time()  # it was stopped just now
+        if self.requests or self.hints._is_busy:
+            self.process.run(self._poll, self.process)
+
+    def _poll(self, process: Process) -> None:
+        self.hints.poll()
+        is_late = process.resumed_s + 1.0 > self.loop.time()  # it was stopped just now
         for request in [*self.requests]:
             if request.save is not None:
                 self._finish(request)
@@ -329,6 +339,11 @@ class Engine:
         stack, digest = self.cache.stack, self.manager._digest(salt)
         return self.process.run(stack.purge, digest)
 
+    def begin_removal(self, salt: str) -> Generator[dict[str, int]]:
+        """Remove the blocks of a salt by their keys, all in the first step of the answer."""
+        self.manager.remove(self.model.of_salt(salt))
+        yield {}
+
     def bytes_of(self, slot: Slot) -> bytes:
         """Return the bytes of a block in a slot."""
         return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])
@@ -336,7 +351,14 @@ class Engine:
     # ---- invariants
 
     def check(self) -> None:
-        """Check everything that must hold in this process after each step."""
+        """Check everything that must hold in this process, if anything has changed."""
+        if self.process is not None:
+            now = self.process, self.process.turns, self.model.forbidding
+            if now != self._checked:
+                self.process.look(self._check)
+                self._checked = now
+
+    def _check(self) -> None:
         self.manager.check()
         writing = [slot for request in self.requests for slot in request.filled]
         assert len(writing) == len(set(writing)), "a slot was given out twice"
@@ -368,3 +390,17 @@ class Engine:
         assert arena.free + len(stack.host.index) == arena.slots, f"{self.machine} lost a slot"
         for level in self.cache.levels:
             assert level.places.taken == len(level.index), f"{level.name} lost a place"
+        if self.is_disk_whole:
+            self._check_files()
+
+    def _check_files(self) -> None:
+        """Check that the files have what the level says; no other process removes its blocks."""
+        files = self.cache.levels[0]
+        refs = [Ref(key, int(files.index.place(key) or 0)) for key in files.index]
+        assert self.process is not None
+
+        async def held() -> bool:
+            return all(await files.tier.contains(refs))
+
+        asked = self.process.run(self.loop.create_task, held())
+        assert self.loop.run_until_complete(asked), f"{self.machine} counts on lost files"

@@ -247,6 +247,7 @@ def bit_flips(fleet: Fleet, a: int, b: int) -> Injected:
     if not files:
         return None
     path = _pick([*files], b)
+    engine.is_disk_whole = False
     engine.disk._names[path].content[b * 7919 % files[path]] ^= 1 << b % 8
     return None, f"{engine.machine} {path}"
 

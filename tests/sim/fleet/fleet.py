@@ -14,12 +14,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvladder.export.cache import TAIL
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.testing.sim import inline_blocking
-from kvladder.testing.stacks import LAYOUT
 from kvladder.tiers.base import Tier
-from kvladder.tiers.label import LABEL_BYTES, LabelFields, told
+from kvladder.tiers.label import LABEL_BYTES, told
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
 from kvladder.units import Duration, Size
@@ -69,10 +67,13 @@ class Fleet:
         """Faults that had a target, by kind."""
         self.damaged: set[bytes] = set()
         """Keys of stored blocks whose bytes were changed."""
+        self._right: dict[bytes, int] = {}
+        """Stored blocks that were right when the model had forbidden so much."""
         self._due: list[tuple[float, Any]] = []
         self._purge: dict[Engine, Generator[Any] | None] | None = None
         self._purged = 0
         """The salt that is being purged: no request uses it meanwhile."""
+        self._by_keys = False
         self._purged_keys: list[BlockKey] = []
         self.purges = 0
         self.undone = 0
@@ -208,8 +209,12 @@ class Fleet:
         return self._purge is not None and salt == self._purged
 
     def purge(self, a: int, b: int, c: int) -> None:
-        """Requests of one salt end, and every engine purges it, now or when it runs again."""
+        """Requests of one salt end, and every engine purges it, now or when it runs again.
+
+        One purge in three removes the salt's blocks by their keys instead.
+        """
         if self._purge is None:
+            self._by_keys = b % 3 == 0
             self._purged = salt = 1 + a % (len(SALTS) - 1)
             for engine in self.engines:
                 if engine.process is not None:
@@ -246,7 +251,8 @@ class Fleet:
                 continue
             if steps is None:
                 salt = SALTS[self._purged]
-                steps = self._purge[engine] = engine.begin_purge(salt)
+                begin = engine.begin_removal if self._by_keys else engine.begin_purge
+                steps = self._purge[engine] = begin(salt)
             ended = engine.process.run(next, steps, None) is None
             is_done &= ended and not engine.manager.removals
         if is_done:
@@ -295,8 +301,8 @@ class Fleet:
         for engine in self.engines:
             if not engine.disk.has_power:
                 self._crash(engine, "drop")
-            if engine.is_up and engine.process is not None:
-                engine.process.run(engine.poll)
+            if engine.is_up:
+                engine.poll()
         self._purge_on()
 
     def _crash(self, engine: Engine, mode: Any) -> None:
@@ -312,48 +318,38 @@ class Fleet:
         """Check every invariant of every machine."""
         assert not self.loop.errors, self.loop.errors[0]
         for engine in self.engines:
-            if engine.process is not None:
-                engine.process.run(engine.check)
-        self._check_servers()
-        self._check_stores()
-
-    def _check_servers(self) -> None:
+            engine.check()
         for server in self.servers:
-            if server.process is None:
-                continue
-            cache = server.cache
-            cache.manager.check()
-            for key in cache.stack.host.index:
-                place: Any = cache.stack.host.index.place(key)
-                view = cache.arena.view(place)
-                length, label = TAIL.unpack_from(view, LAYOUT.block_bytes)
-                self._check_stored(server.machine, told(label), bytes(view[:length]))
+            server.check(self.model.forbidding, self._check_stored)
+        self._check_stores()
 
     def _check_stores(self) -> None:
         if self.redis is not None:
             for machine, _, value in self.redis.blocks():
-                self._check_whole(machine, value)
+                self._check_stored(machine, value)
         if self.bucket is not None:
             for value in self.bucket.objects.values():
-                self._check_whole("bucket", value)
+                self._check_stored("bucket", value)
         if self.mooncake is not None:
             for _, value in self.mooncake.held.values():
-                self._check_whole("mooncake", value)
+                self._check_stored("mooncake", value)
 
-    def _check_whole(self, where: str, value: bytes) -> None:
-        self._check_stored(where, told(value[:LABEL_BYTES]), value[LABEL_BYTES:])
-
-    def _check_stored(self, where: str, label: LabelFields | None, data: bytes) -> None:
+    def _check_stored(self, where: str, value: bytes) -> None:
         """Check a stored block, unless a test damaged it: its bytes, its salt, no purged one."""
+        model = self.model
+        if self._right.get(value) == model.forbidding:
+            return
+        label, data = told(value[:LABEL_BYTES]), value[LABEL_BYTES:]
         if label is None or label.key in self.damaged:
             return
-        key, model = label.key, self.model
+        key = label.key
         if len(data) == BLOCK_BYTES:  # else a codec has changed it
             assert model.is_right(key, data), f"{where} has wrong bytes"
         assert model.may_be_held(key), f"{where} has a block that was purged"
         salt = model.salts[key]
         right = salt_digest(label.namespace, salt) if salt else b""
         assert label.facts.salt == right, f"{where} has a block under another salt"
+        self._right[value] = model.forbidding
 
     # ---- the end
 

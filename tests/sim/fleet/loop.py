@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
+from heapq import heappush
 from typing import Any, TypeVar, TypeVarTuple
 
-from kvladder.testing.sim import SimLoop
+from kvladder.testing.sim import RESOLUTION_S, SimLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -29,6 +30,8 @@ class Process:
         self.is_over = False
         """True once nothing of it runs any more."""
         self.is_stopped = False
+        self.turns = 0
+        """Number of times that code of it ran, or that another machine wrote into its memory."""
         self.resumed_s = -1.0
         """Loop time at which it last continued after a stop."""
         self._tasks: list[asyncio.Task[Any]] = []
@@ -46,6 +49,11 @@ class Process:
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function as this process does."""
+        self.turns += 1
+        return self.look(function, *arguments)
+
+    def look(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function as this process does; the function changes nothing."""
         return self.context.run(function, *arguments)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -118,6 +126,37 @@ class Process:
         raise AssertionError(f"{self.machine}: tasks do not end: {self.tasks}")
 
 
+class ProcessTimer(asyncio.TimerHandle):
+    """A timer of a process: late while the process is stopped, and never once it is over."""
+
+    _callback: Callable[..., object]
+    _args: Sequence[Any]
+    _context: Context
+    _loop: FleetLoop
+    _scheduled: bool
+    _when: float
+
+    def __lt__(self, other: Any) -> bool:
+        return self._when < other._when  # type: ignore[no-any-return]
+
+    def _run(self) -> None:
+        process = self._context.get(HERE)
+        if process is None:
+            super()._run()
+        elif process.is_stopped:
+            process.park(self._due_again)
+        elif not process.is_over:
+            process.turns += 1
+            super()._run()
+
+    def _due_again(self) -> None:
+        self._loop.call_soon(self._late, context=self._context)
+
+    def _late(self) -> None:
+        if not self.cancelled():
+            self._callback(*self._args)
+
+
 class FleetLoop(SimLoop):
     """A simulated loop that knows which process each callback belongs to."""
 
@@ -154,12 +193,13 @@ class FleetLoop(SimLoop):
             return
         if process is not None and process.is_stopped:
             process.park(lambda: self._again(handle, future))
-        else:
-            handle._run()
+            return
+        if process is not None:
+            process.turns += 1
+        handle._run()
 
     def _again(self, handle: asyncio.Handle, future: object) -> None:
         """Have a callback wait for its turn again; those of one future keep their order."""
-        asyncio.SelectorEventLoop.call_soon(self, self._run_one)
         self._waiting.append((handle, future))
 
     def call_at(
@@ -169,24 +209,14 @@ class FleetLoop(SimLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        handles: list[asyncio.TimerHandle] = []
-
-        def due() -> None:
-            process = HERE.get()
-            if process is None or not (process.is_stopped or process.is_over):
-                callback(*args)
-            elif process.is_stopped:
-                process.park(due_again)
-
-        def due_again() -> None:
-            self.call_soon(late, context=handles[0]._context)  # type: ignore[attr-defined]
-
-        def late() -> None:
-            if not handles[0].cancelled():
-                callback(*args)
-
-        handles.append(super().call_at(when, due, context=context))
-        return handles[0]
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        if self._now < when < self._now + RESOLUTION_S:  # else it would run too early
+            when = self._now + RESOLUTION_S
+        timer = ProcessTimer(when, callback, args, self, context)
+        heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
 
     async def create_connection(  # type: ignore[override]
         self, make: Any, host: Any = None, port: Any = None, **_: Any

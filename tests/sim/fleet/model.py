@@ -31,6 +31,8 @@ class FleetModel:
         """The first version of each block that may be served."""
         self.undone: defaultdict[BlockKey, set[int]] = defaultdict(set)
         """Versions below it that may be served, as a store has lost their removal."""
+        self.forbidding = 0
+        """Number of purges that have completed: what was right may be wrong since the last one."""
         self._known: dict[bytes, tuple[BlockKey, int]] = {}
 
     def prompt(self, salt: int, number: int, length: int) -> list[BlockKey]:
@@ -75,6 +77,7 @@ class FleetModel:
 
     def purged(self, keys: Sequence[BlockKey]) -> None:
         """A purge is complete on all engines: none of the bytes from before is served any more."""
+        self.forbidding += 1
         for key in keys:
             self.floors[key] = self.versions[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import NamedTuple
@@ -12,22 +12,28 @@ from unittest import mock
 
 from kvladder.tiers.nixl import pump
 from tests.sim.fleet.faults import FAULTS
-from tests.sim.fleet.fleet import Fleet
+from tests.sim.fleet.fleet import STORES, Fleet, FleetKnobs
 
 STEPS = 120
 TRACE_LINES = 40
 WORK = {
-    "serve": 40,
-    "advance": 40,
-    "cancel": 3,
-    "hint": 5,
-    "end_session": 2,
-    "purge": 1,
-    "upgrade": 1,
-    "new_weights": 0.3,
-    "mend": 6,
+    "serve": (40,),
+    "advance": (20, 40),
+    "cancel": (1, 3, 9),
+    "hint": (0, 5, 15),
+    "end_session": (0, 2, 4),
+    "purge": (0.5, 2, 8),
+    "upgrade": (0.5, 1, 4),
+    "new_weights": (0, 0.3, 1),
+    "mend": (0, 6),
 }
-FAULT_SHARE = 0.25
+"""How frequent the other steps are; each world has one of the numbers."""
+DENSITIES = {"quiet": 0.05, "light": 0.15, "mixed": 0.3, "dense": 0.55, "storm": 0.85}
+"""Share of the steps that are faults, by the name of the density."""
+OFTEN = {"quiet": 1, "light": 1, "mixed": 2, "dense": 3, "storm": 3}
+"""How many of ten worlds have each density: the dense ones cost the least per fault."""
+FEW = 3
+"""Most kinds of faults in a world of few kinds."""
 
 
 class Step(NamedTuple):
@@ -47,19 +53,41 @@ class Step(NamedTuple):
             getattr(fleet, self.name)(self.a, self.b, self.c)
 
 
-def drawn(seed: int, count: int = STEPS) -> list[Step]:
-    """Return the steps of a seed; each seed has its own frequencies of faults.
+class Climate(NamedTuple):
+    """How dense the faults of a world are, and how frequent each kind and each other step is."""
 
-    Some kinds of faults do not occur at all: those that do meet each other more often.
-    """
-    random = Random(seed)
-    kinds = {kind: random.choice((0, 0, 1, 3)) for kind in FAULTS}
-    if not any(kinds.values()):
-        kinds = dict.fromkeys(FAULTS, 1)
-    share = random.choice((0.1, FAULT_SHARE, 0.4))
+    density: str
+    kinds: dict[str, int]
+    work: dict[str, float]
+
+    @classmethod
+    def of(cls, seed: int) -> Climate:
+        """Draw a seed's climate: a subset of the kinds that its fleet has targets for.
+
+        A quarter of the seeds have two or three kinds, the others about half of all. Faults that
+        never meet hide what two of them do, and so do those that other faults always precede.
+        """
+        knobs, random = FleetKnobs.draw(Random(seed)), Random(f"{seed} climate")
+        absent = {*STORES} - {*knobs.stores}
+        fit = [kind for kind in FAULTS if kind.partition(":")[0] not in absent]
+        if random.random() < 0.25:
+            some = random.sample(fit, random.randint(2, FEW))
+            kinds = dict.fromkeys(some, 1)
+        else:
+            every = {kind: random.choice((0, 0, 1, 3)) for kind in fit}
+            kinds = {kind: often for kind, often in every.items() if often}
+        (density,) = random.choices([*OFTEN], [*OFTEN.values()])
+        work: dict[str, float] = {name: random.choice(often) for name, often in WORK.items()}
+        return cls(density, kinds or dict.fromkeys(fit, 1), work)
+
+
+def drawn(seed: int, count: int = STEPS) -> list[Step]:
+    """Return the steps of a seed, in its own climate."""
+    climate, random = Climate.of(seed), Random(f"{seed} steps")
+    share = DENSITIES[climate.density]
     steps: list[Step] = []
     for _ in range(count):
-        table = kinds if random.random() < share else WORK
+        table: Mapping[str, float] = climate.kinds if random.random() < share else climate.work
         (name,) = random.choices([*table], [*table.values()])
         a, b, c = (random.randrange(1 << 16) for _ in range(3))
         steps.append(Step(name, a, b, c, random.choice((0.1, 0.5, 3.0, 10.0))))

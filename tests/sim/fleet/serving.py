@@ -18,7 +18,7 @@ from typing import Any
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
-from kvladder.export.cache import ServerOffers, server_layout
+from kvladder.export.cache import TAIL, ServerOffers, server_layout
 from kvladder.export.exporter import Exporter
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
@@ -161,6 +161,7 @@ class Posted:
             target = far.arena.view(Slot(there))[:length]
             target[:] = near.arena.view(Slot(own))[:length]
         self._coming -= 1
+        far.process.turns += 1
 
 
 # ---- the control channel
@@ -276,6 +277,20 @@ class Server:
         self.exporter: Exporter
         self.offers: ServerOffers
         self._random = random
+        self._checked: tuple[Process, int, int] | None = None
+
+    def check(self, forbidding: int, check_stored: Callable[[str, bytes], None]) -> None:
+        """Check everything that must hold in this process, if anything has changed."""
+        if self.process is None or self._checked == (self.process, self.process.turns, forbidding):
+            return
+        cache = self.cache
+        cache.manager.check()
+        for key in cache.stack.host.index:
+            place: Any = cache.stack.host.index.place(key)
+            view = cache.arena.view(place)
+            length, label = TAIL.unpack_from(view, LAYOUT.block_bytes)
+            check_stored(self.machine, label + bytes(view[:length]))
+        self._checked = self.process, self.process.turns, forbidding
 
     async def _open(self) -> None:
         specs: list[LevelSpec] = []

@@ -28,7 +28,7 @@ from kvladder.tiers.ladder.loading.pending import (
 from kvladder.tiers.ladder.loading.plan import MissingBlocks, among, source
 from kvladder.tiers.ladder.loading.tasks import LoadTasks
 from kvladder.tiers.ladder.records.meta import alike
-from kvladder.tiers.ladder.records.states import reachable
+from kvladder.tiers.ladder.records.states import may_become
 from kvladder.tiers.spans import ReadTiming, TierRead
 
 
@@ -315,6 +315,6 @@ class BlockReader:
         assert all(one.key == key and NEXT[one.state] for key, one in self.arrivals.items())
         pending = {*map(id, reads)}
         for one, before in self._checked:
-            assert one.state in reachable(before, NEXT), f"{before.name} to {one.state.name}"
+            assert may_become(before, one.state, NEXT), f"{before.name} to {one.state.name}"
             assert bool(NEXT[one.state]) == (id(one) in pending), one.state.name
         self._checked = [(one, one.state) for one in reads]

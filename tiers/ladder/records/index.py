@@ -415,12 +415,12 @@ class LevelIndex(RankedIndex[P]):
         """Assert that keys, places, pins and policy agree; O(n), for tests."""
         held: dict[int, BlockKey] = {place: key for key, place in self._place.items()}
         assert len(held) == len(self._place) <= capacity, (len(self._place), capacity)
-        for place, key in enumerate(self._key):
-            assert held.get(place) == key
-        for place in held:
+        assert len(self._key) - self._key.count(None) == len(held)
+        for place, key in held.items():
+            assert self._key[place] == key
             assert (place in self.policy) != bool(self._pins[place]), place
         assert len(self.policy) + self._pinned == len(held)
-        assert sum(map(bool, self._pins)) == self._pinned
+        assert len(self._pins) - self._pins.count(0) == self._pinned
         self._until.check(held)
         self._terms.check(held)
         self._check_tenants(held)

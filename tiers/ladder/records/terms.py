@@ -191,6 +191,9 @@ class Deadlines:
 
     def check(self, places: Collection[int]) -> None:
         """Assert that all places hold blocks, and that no time is missed; for tests."""
+        if not (self.of or self._entries or self._heap or self._before):
+            assert not self._count
+            return
         of = {place: at_s for page in self.of.values() for place, at_s in page.items()}
         put_off = {place: at_s for page in self._entries.values() for place, at_s in page.items()}
         assert all(self.of.values())
@@ -233,9 +236,10 @@ class TermsByPlace:
 
     def check(self, places: Collection[int]) -> None:
         """Assert that all terms are of blocks that are held; for tests."""
-        special = [place for place, terms in enumerate(self.of) if terms != NO_TERMS]
-        assert len(special) == self.count
-        assert all(place in places for place in special)
+        assert len(self.of) - self.of.count(NO_TERMS) == self.count
+        if self.count:
+            special = (place for place, terms in enumerate(self.of) if terms != NO_TERMS)
+            assert all(place in places for place in special)
         self.ends.check(places)
 
 

@@ -16,7 +16,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Facts
 from kvladder.tiers.ladder.records.meta import BlockMeta
-from kvladder.tiers.ladder.records.states import reachable
+from kvladder.tiers.ladder.records.states import may_become
 from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 
@@ -188,7 +188,7 @@ class WritesInFlight:
             found.update((one, one.state) for one in blocks.values())
         assert len({one.key for one in found}) == len(found), "a block is here twice"
         for one, before in self._checked.items():
-            assert one.state in reachable(before, NEXT), f"{before} became {one.state}"
+            assert may_become(before, one.state, NEXT), f"{before} became {one.state}"
             assert one in found or one.state is SETTLED
         self._checked = found
         assert all(self._arena.claims(one.slot) for one in self.writing.values())
