@@ -161,6 +161,7 @@ class HttpConnection:
     async def _request(self, bytes_max: BodyMax) -> HttpRequest | None:
         """Return the next request; None if there is none."""
         head, body, most = None, bytearray(), 0
+        self._is_head = False  # a broken request has no method, whatever the one before had
         while True:
             try:
                 event: Any = self._link.next_event()
