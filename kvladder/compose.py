@@ -143,6 +143,8 @@ def open_manager(
             limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
+        if publisher is not None:
+            manager.report("events", publisher.counts, publisher.describe)
         _admit(config, layout, manager, stack, runtime, instance, pools=pools, serves=serves)
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)

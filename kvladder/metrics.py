@@ -15,6 +15,7 @@ SECTIONS: Final = (
     *(
         "arena",
         "copies",
+        "events",
         "export",
         "hints",
         "listeners",

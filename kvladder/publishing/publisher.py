@@ -7,22 +7,30 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Final
+from math import ceil, inf
+from time import monotonic
+from typing import Any, Final
 
 import msgspec
 import zmq
 
 from kvladder.config.settings import EventsConfig
 from kvladder.errors import ConfigError
+from kvladder.publishing.clients import REPLAYS_MAX, FeedClients
 from kvladder.publishing.device import OnDevice
 from kvladder.publishing.messages import Messages
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from kvladder.tiers.ladder import Ladder
+from kvladder.units import Size
 
 CLOSE_S: Final = 1.0
 """Timeout for sending the last messages at close."""
 EVENTS_MAX: Final = 16
 """Highest number of events in a message. Each has up to a thousand blocks."""
+KEPT_BYTES_MAX: Final = 64 << 20
+"""Most bytes of the batches that are kept for replays; the newest stays in any case."""
+REPEAT_S: Final = 10.0
+"""Shortest time between two announcements of everything: each goes to all listeners."""
 _EXAMPLE: Final = "expected an address to bind, such as tcp://127.0.0.1:5557"
 
 
@@ -32,7 +40,8 @@ class Publisher:
     Wire format and replay are vLLM's: see :mod:`kvladder.publishing.wire`. A DEALER socket that
     sends an empty frame and a sequence number gets every batch from that one on, then one numbered
     -1. If the first of them is no longer kept, the publisher sends AllBlocksCleared to all
-    listeners and announces everything again.
+    listeners and announces everything again, at most once in ``REPEAT_S``. An address that asks
+    more often than ``REPLAYS_MAX`` times a second gets only the end.
 
     Raises
     ------
@@ -53,7 +62,10 @@ class Publisher:
         self._tokens = block_tokens
         self._device = device
         self._topic = settings.topic.encode()
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer)
+        self._sent: deque[tuple[int, bytes]] = deque()
+        self._kept_max, self._kept_bytes = settings.buffer, 0
+        self._repeated_s, self._is_behind = -inf, False
+        self._clients = FeedClients()
         self._sequence = count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._closing = False
@@ -62,6 +74,7 @@ class Publisher:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         try:
             self._publish = self._bound(zmq.PUB, settings.publish, "events.publish")
+            self._waiting_max = int(self._publish.sndhwm)
             self._replay: zmq.Socket[bytes] | None = None
             if settings.replay is not None:
                 self._replay = self._bound(zmq.ROUTER, settings.replay, "events.replay")
@@ -77,7 +90,21 @@ class Publisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address}: {error}", path=path, hint=_EXAMPLE) from error
+        self._clients.watch(socket)
         return socket
+
+    def counts(self) -> dict[str, Any]:
+        """Return who is connected, and how many replays there were."""
+        return self._clients.counts()
+
+    def describe(self) -> list[str]:
+        """Return the bounds of the feed, and how much of them is in use."""
+        kept = f"{self._kept_max} batches or {Size(KEPT_BYTES_MAX)}"
+        limits = (
+            f"at most {REPLAYS_MAX} replays a second for an address, {self._waiting_max} messages"
+            f" waiting for each, {kept} kept for replays"
+        )
+        return [f"clients of the feed: {self._clients.describe()}; {limits}"]
 
     def start(self) -> None:
         """Begin to publish, starting with what the levels hold now. They must be open."""
@@ -99,13 +126,17 @@ class Publisher:
         poller.register(self._wakeup, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
+        for monitor in self._clients.monitors:
+            poller.register(monitor, zmq.POLLIN)
         while True:
             closing = self._closing
-            ready = dict(poller.poll(0 if closing or self._messages.pending else None))
+            ready = dict(poller.poll(0 if closing else self._wait_ms()))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
+            self._clients.follow()
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay)
+            self._repeat()
             events = self._messages.take()
             for start in range(0, len(events), EVENTS_MAX):
                 self._send(events[start : start + EVENTS_MAX])
@@ -118,20 +149,42 @@ class Publisher:
         sequence = next(self._sequence)
         payload = self._encode(Batch(self._ladder.clock.wall(), [*events], 0))
         self._sent.append((sequence, payload))
+        self._kept_bytes += len(payload)
+        while len(self._sent) > self._kept_max or (
+            self._kept_bytes > KEPT_BYTES_MAX and len(self._sent) > 1
+        ):
+            self._kept_bytes -= len(self._sent.popleft()[1])
         self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Replay the batches that a listener asks for."""
-        client, *rest = replay.recv_multipart()
+        frames = replay.recv_multipart(copy=False)
+        client, *rest = (frame.bytes for frame in frames)
         if len(rest) != 2 or len(rest[1]) != 8:
             return
         first = int.from_bytes(rest[1])
-        for sequence, payload in self._sent:
-            if sequence >= first:
-                number = sequence.to_bytes(8)
-                replay.send_multipart([client, b"", self._topic, number, payload])
+        if self._clients.allows(str(frames[1].get("Peer-Address")), monotonic()):
+            for sequence, payload in self._sent:
+                if sequence >= first:
+                    number = sequence.to_bytes(8)
+                    replay.send_multipart([client, b"", self._topic, number, payload])
+            self._is_behind |= bool(self._sent) and first < self._sent[0][0]
         replay.send_multipart([client, b"", b"", END, b""])
-        if self._sent and first < self._sent[0][0] and not self._messages.pending:
+
+    def _wait_ms(self) -> int | None:
+        """Return how long to wait for events and clients; None if only they give work."""
+        if self._messages.pending:
+            return 0
+        if not self._is_behind:
+            return None
+        return max(0, ceil(1e3 * (self._repeated_s + REPEAT_S - monotonic())))
+
+    def _repeat(self) -> None:
+        """Announce everything again, in its time, if a listener is behind what is kept."""
+        if self._messages.pending or not self._is_behind:
+            return
+        if monotonic() >= self._repeated_s + REPEAT_S:
+            self._is_behind, self._repeated_s = False, monotonic()
             self._send([AllBlocksCleared()])
             self._messages.repeat()
 

@@ -67,6 +67,7 @@ async def test_every_statistic_is_exposed() -> None:
         stats["listeners"] = {"places": {"HTTP port": {"::1": 1}}} | dict.fromkeys(
             ("displaced", "refused"), counts
         )
+        stats["events"] = {"clients": {"::1": 1}, "replays": 1, "refused": 1}
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
         ours = [metric for metric in METRICS if metric.section not in device]

@@ -24,6 +24,8 @@ from tests.patience import PATIENCE_S, until
 
 zmq = pytest.importorskip("zmq")
 
+from kvladder.publishing import publisher  # noqa: E402
+
 LAYOUT = Layout(block_tokens=4, block_bytes=4096)
 GOLDEN = (
     "93cb3ff80000000000009388a474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920b0c"
@@ -89,7 +91,7 @@ class Listener:
                     assert (event.token_ids, event.block_size) == ([], 4)
                     found.setdefault(event.ownership, set()).update(event.block_hashes)
                 else:
-                    found[event.ownership] -= set(event.block_hashes)
+                    found.setdefault(event.ownership, set()).difference_update(event.block_hashes)
         return found
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -184,6 +186,78 @@ def test_a_listener_too_late_for_a_replay_gets_everything_again(
     listener.until(lambda: listener.held() == indexes(cache))
     clearing = [b for b in listener.batches.values() if AllBlocksCleared() in b.events]
     assert len(clearing) == 1
+
+
+def test_who_is_connected_is_told_by_address(
+    cache: CacheManager, listener: Listener, events: dict[str, Any]
+) -> None:
+    listener.ask(0)
+    until(lambda: cache.stats()["events"]["clients"] == {"127.0.0.1": 2})
+    assert cache.stats()["events"]["replays"] == 1
+    (line,) = [
+        one for one in cache.describe().splitlines() if one.startswith("clients of the feed: ")
+    ]
+    assert line == (
+        "clients of the feed: 2, most: 2, of 127.0.0.1; at most 4 replays a second for an address,"
+        " 1000 messages waiting for each, 10000 batches or 64 MiB kept for replays"
+    )
+    listener.subscriber.close(linger=0)
+    until(lambda: cache.stats()["events"]["clients"] == {"127.0.0.1": 1})
+
+
+@pytest.mark.slow
+def test_an_address_that_asks_too_often_gets_only_the_end(
+    cache: CacheManager, listener: Listener
+) -> None:
+    heard(cache, listener, 1)
+    asked = 50
+    for _ in range(asked):
+        listener.asking.send_multipart([b"", bytes(8)])
+    ends = batches = 0
+    while ends < asked:
+        assert listener.asking.poll(1000 * PATIENCE_S)
+        number = listener.asking.recv_multipart()[2]
+        ends += number == END
+        batches += number == bytes(8)
+    told = cache.stats()["events"]
+    assert (told["replays"], told["replays"] + told["refused"]) == (batches, asked)
+    assert batches >= 4
+    assert told["refused"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("events", [{"buffer": 2}], indirect=True)
+def test_everything_is_announced_again_at_most_once_in_its_time(
+    cache: CacheManager, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard(cache, listener, 4)
+    listener.ask(0)
+
+    def cleared() -> int:
+        return sum(AllBlocksCleared() in batch.events for batch in listener.batches.values())
+
+    listener.until(lambda: cleared() == 1)
+    listener.ask(0)
+    listener.ask(0)
+    heard(cache, listener, len(listener.batches) + 2)
+    assert cleared() == 1
+    monkeypatch.setattr(publisher, "REPEAT_S", 0.0)
+    save(cache, 1)
+    listener.until(lambda: cleared() == 2)
+    listener.until(lambda: listener.held() == indexes(cache))
+
+
+@pytest.mark.slow
+def test_the_batches_that_are_kept_are_bounded_by_their_bytes(
+    cache: CacheManager, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "KEPT_BYTES_MAX", 600)
+    heard(cache, listener, 12)
+    settled(cache)
+    listener.batches.clear()
+    listener.ask(0)
+    kept = [msgspec.msgpack.encode(batch) for batch in listener.batches.values()]
+    assert sum(map(len, kept)) <= 600 < 12 * len(kept[0])
 
 
 @pytest.mark.slow
