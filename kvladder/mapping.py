@@ -123,10 +123,11 @@ def make(address: int, size: int, *, huge: bool) -> float:
         return _make(address + start, min(MAKE_BYTES, size - start), collapse=not huge)
 
     if threads == 1:  # a thread takes longer to start than a small arena to make
-        refusals = list(filter(None, map(one, starts)))
+        said = [one(start) for start in starts]
     else:
         with ThreadPoolExecutor(threads, "kvladder-make") as pool:
-            refusals = list(filter(None, pool.map(one, starts)))
+            said = [*pool.map(one, starts)]
+    refusals = [*filter(None, said)]
     share = len(refusals) / len(starts)
     if refusals:
         logger.info("%.0f %% of the arena has no huge pages: %s", 100 * share, refusals[0])

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, cast
 
-import yaml
+import msgspec
 
 from kvladder.arena import Slot
 from kvladder.changing.differences import Change, Differences, compare, identity
@@ -162,7 +162,7 @@ class StackChanger:
             return self._text
         source = self.config.source
         if not source.file:
-            return yaml.safe_dump(source.given, sort_keys=False)
+            return msgspec.yaml.encode(source.given).decode()
         try:
             return Path(source.file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
