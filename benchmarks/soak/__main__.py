@@ -26,6 +26,7 @@ from benchmarks.soak.stage import Fault, Stage
 from benchmarks.soak.users import LAG_MAX, SoakServer, Teller, Users, Watcher, server
 from benchmarks.stopping import exit_on_sigterm
 from kvladder.report.page import write
+from tests.kit.processes import family
 from tests.patience import until
 from tests.vllm.harness import make
 
@@ -203,7 +204,7 @@ class Soak:
         self.held.append(_held("alone", now_s, 0, self.alone.alive()))
         if self.stage.lanes:
             serve = self.stage.serve.server.process.pid
-            self.held.append(_held("kvladder serve", now_s, 0, _family(serve)))
+            self.held.append(_held("kvladder serve", now_s, 0, family(serve)))
         self.users.resume()
 
     def _unowned(self, engine: str) -> int:
@@ -211,16 +212,6 @@ class Soak:
         stats = self.stage.stats(engine)
         arena, blocks = stats["arena"], int(stats["host"]["blocks"])
         return int(arena["slots"]) - int(arena["free"]) - blocks
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    found = [pid]
-    for one in found:
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(OSError):
-                found += [int(child) for child in task.read_text().split()]
-    return found
 
 
 def _held(who: str, now_s: float, slots: int, processes: Sequence[int]) -> Held:

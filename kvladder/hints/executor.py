@@ -323,13 +323,14 @@ class HintExecutor:
     # ---- what is in flight
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """True if a fetch or an action about a finished request is in flight, or waits."""
         return self._fetches.is_busy or self._late.is_busy
 
     def _watch(self) -> None:
         """Have the loop look at what is in flight, until nothing is."""
         with self._lock:
-            if self._is_polled or self._is_closed or not self._is_busy:
+            if self._is_polled or self._is_closed or not self.is_busy:
                 return
             self._is_polled = True
         self._manager.post(self._look)
@@ -339,7 +340,7 @@ class HintExecutor:
             self.poll()
         finally:
             with self._lock:
-                self._is_polled = not self._is_closed and self._is_busy
+                self._is_polled = not self._is_closed and self.is_busy
                 again = self._is_polled
             if again:
                 asyncio.get_running_loop().call_later(POLL_S, self._look)

@@ -24,7 +24,8 @@ LOCAL: Final = "local"
 class FeedClients:
     """The connections to a feed's sockets, by address.
 
-    Only the thread that owns the sockets may call its methods, except for ``counts`` and ``held``.
+    Only the thread that owns the sockets may call its methods; any thread may call ``counts``,
+    ``held`` and ``describe``.
     """
 
     def __init__(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.kit.processes import family
 from tests.kit.source import ROOT
 from tests.patience import PATIENCE_S, until
 
@@ -19,23 +19,14 @@ COMMANDS = sorted(
 )
 
 
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for one in found:
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(OSError):  # it has just ended
-                found += [int(child) for child in task.read_text().split()]
-    return found[1:]
-
-
 @pytest.mark.slow
 def test_a_server_ends_with_the_benchmark_that_started_it() -> None:
     command = [sys.executable, "-m", "benchmarks.floods", "--clients", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        until(lambda: any(_serves(pid) for pid in descendants(process.pid)))
-        started = descendants(process.pid)
+        until(lambda: any(_serves(pid) for pid in family(process.pid)))
+        started = family(process.pid)[1:]
         process.terminate()
         assert process.wait(PATIENCE_S) == 128 + 15
         assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvladder.arena import Slot
+from tests.kit.processes import family
 from tests.patience import PATIENCE_S
 from tests.vllm.harness import OURS, connector
 from tests.vllm.life import register
@@ -247,11 +248,7 @@ class Engine:
 
     def pids(self) -> list[int]:
         """This process and those below it."""
-        found = [os.getpid()]
-        for pid in found:
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += [int(child) for child in children.read_text().split()]
-        return found
+        return family(os.getpid())
 
     def call(self, *, function: str, **options: Any) -> Any:
         """A function ``module:name`` of the tests, with this engine."""

@@ -241,7 +241,7 @@ class Engine:
     def poll(self) -> None:
         """Let each request do its next step."""
         assert self.process is not None
-        if self.requests or self.hints._is_busy:
+        if self.requests or self.hints.is_busy:
             self.process.run(self._poll, self.process)
 
     def _poll(self, process: Process) -> None:
