@@ -21,7 +21,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = (ROOT / "docs" / "reference" / f"support.{kind}" for kind in ("yaml", "md"))
 RUN, CONTRACT = "run in CI (CPU)", "contract only"
-NEVER, ON_GPU = "never run on a GPU yet", "run on a GPU"
+NEVER, ON_GPU = "never run on a GPU yet", "run on an H100, by hand"
 REAL = ("tests/vllm/", "tests/sglang/", "tests/connectors/test_transformers")
 """Where tests use a real engine."""
 PRIVATE = ("host", "files")
@@ -33,8 +33,9 @@ starts the real engine. CI checks that each of them ran.
 
 *Run in CI*: the real engine runs on a CPU, with tiny random models. *Contract only*: tests call the
 connector and the tier as the engine would, without the engine. vLLM 0.33 runs over the compiled
-modules of 0.32, because no CPU build of 0.33 is published. ROCm is not supported. RDMA was never
-tried.
+modules of 0.32, because no CPU build of 0.33 is published. *Run on an H100, by hand*: a test with
+the mark `gpu` passed there on 2026-11-26 (vLLM: model runner V2); CI has no GPU. ROCm is not
+supported. RDMA was never tried.
 """
 
 

@@ -81,7 +81,7 @@ class SilentDevice(Device):
     small_bytes = SMALL_BYTES
 
     def __init__(self) -> None:
-        self._table = np.empty((3, self.runs_max), np.uint64)
+        self._table = np.empty((3, self.move_runs_max), np.uint64)
         self._ahead_s = 0.0
 
     def describe(self) -> str:

@@ -113,8 +113,8 @@ def _no_device() -> str:
     return ""
 
 
-class OutOfTimeError(Exception):
-    """The time for all parts of a call is over."""
+class OutOfTimeError(BaseException):
+    """The time for all parts of a call is over; no part catches it."""
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def run(
                         rows.append(row)
                         print(plain([row]).partition("\n")[2], flush=True)
                 state = "passed"
-            except Exception as error:  # noqa: BLE001 - the others still run
+            except (Exception, OutOfTimeError) as error:  # noqa: BLE001 - the others still run
                 traceback.print_exc()
                 state = f"failed: {error!r}"
         outcomes.append(Outcome(part.name, state, monotonic() - begun_s))

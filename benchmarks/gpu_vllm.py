@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,6 +24,10 @@ TOKENS = 3500
 """Length of a prompt; the model takes 4,096 tokens."""
 DRY_TOKENS = 200
 PROMPTS = 5
+KINDS = ("gemma3", "qwen3_next", "gpt_oss")
+"""Models with windows, with recurrent states and experts, and with windows and experts."""
+KIND_TOKENS = 1500
+LARGE = "llama_100m"
 GENERATED = 8
 SETTLE_S = 1.0
 HOST_BYTES = 2 << 30
@@ -33,7 +38,7 @@ GRAPHS = {
 """CUDA graphs for steps that generate, without the minutes that torch.compile takes."""
 V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 ON_CPU = "vllm.v1.worker.cpu_model_runner"
-SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+SWITCH, SAMPLER = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,24 @@ class Side:
 
     name: str
     runner: str
-    """Module of the class that vLLM must have chosen as model runner."""
+    """Module of the class that vLLM must have chosen as model runner; "" if any will do."""
     transfer: dict[str, Any]
-    variables: dict[str, str]
-    engine: dict[str, Any]
+    kind: str
+    """Its model, of those that ``tiny_model.py`` of the tests makes."""
+    tokens: int
+    """Length of a prompt."""
+    engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def start(self, model: Path, log: Path) -> Engine:
+        """Start it; its first answer comes once it is ready."""
+        variables = {SAMPLER: str(int(find_spec("flashinfer") is not None))}
+        if self.runner != ON_CPU:
+            variables[SWITCH] = "0" if self.runner == V1 else "1"
+        return Engine(model, self.transfer, log, engine=self.engine, variables=variables)
 
 
 def sides(*, dry: bool) -> list[Side]:
-    """Return the engines in their order: vLLM's own offloading first, as the peer of the others."""
+    """Return the engines in their order: vLLM's own offloading first, as the peer of the next."""
     own: dict[str, Any] = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -61,69 +76,88 @@ def sides(*, dry: bool) -> list[Side]:
         worker = {"spec_name": "CPUSpec", "spec_module_path": "benchmarks.vllm_native"}
         own["kv_connector_extra_config"] |= worker
         return [
-            Side("vLLM's own offloading", ON_CPU, own, {}, {}),
-            Side("kvladder", ON_CPU, ours, {}, {}),
+            Side("vLLM's own offloading", ON_CPU, own, "llama", DRY_TOKENS),
+            Side("kvladder", ON_CPU, ours, "llama", DRY_TOKENS),
         ]
     engine: dict[str, Any] = {
         "dtype": "bfloat16",
         "block_size": 16,
         "kv_cache_memory_bytes": 2 << 30,
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": 0.1,
     }
+    with_graphs, eager = engine | GRAPHS, engine | {"enforce_eager": True}
     return [
-        Side("vLLM's own offloading, runner V2", V2, own, {SWITCH: "1"}, engine | GRAPHS),
-        Side("kvladder, runner V2", V2, ours, {SWITCH: "1"}, engine | GRAPHS),
-        Side("kvladder, runner V1", V1, ours, {SWITCH: "0"}, engine | GRAPHS),
+        Side("vLLM's own offloading, runner V2", V2, own, LARGE, TOKENS, with_graphs),
+        Side("kvladder, runner V2", V2, ours, LARGE, TOKENS, with_graphs),
+        Side("kvladder, runner V1", V1, ours, LARGE, TOKENS, with_graphs),
+        *(Side(f"kvladder, {kind}", "", ours, kind, KIND_TOKENS, eager) for kind in KINDS),
     ]
 
 
 def engines(*, dry: bool = False) -> Iterable[Row]:
-    """Measure first tokens of prompts computed and loaded; test runners and equal answers."""
+    """Measure first tokens of prompts computed and loaded; test runners and equal answers.
+
+    All engines start together, as that takes most of the time, and are measured one by one.
+    """
+    failures: list[Exception] = []
+    started: list[tuple[Side, Engine]] = []
     with TemporaryDirectory(prefix="kvladder-") as name:
         folder = Path(name)
-        make_model(folder / "model", "llama" if dry else "llama_100m")
-        peer_s: float | None = None
-        for side in sides(dry=dry):
-            computed_s, loaded_s = _first_tokens(side, folder, DRY_TOKENS if dry else TOKENS)
-            yield Row(
-                name=f"first token from host, {side.name}",
-                unit="ms",
-                limit=1e3 * computed_s,
-                peer=None if peer_s is None else 1e3 * peer_s,
-                ours=1e3 * loaded_s,
-                ratio=None if peer_s is None else loaded_s / peer_s,
-                goal="" if peer_s is None else "ratio <= 1",
-                note="limit: computed; ratio and peer: vLLM's own offloading",
-            )
-            peer_s = loaded_s if peer_s is None else peer_s
+        wanted = sides(dry=dry)
+        models = {kind: make_model(folder / kind, kind) for kind in {one.kind for one in wanted}}
+        try:
+            for number, side in enumerate(wanted):
+                log = folder / f"{number}.log"
+                started.append((side, side.start(models[side.kind], log)))
+            peer_s: float | None = None
+            for side, engine in started:
+                try:
+                    computed_s, loaded_s = answers(side, engine)
+                except Exception as error:  # noqa: BLE001 - the others still run
+                    failures.append(error)
+                    continue
+                finally:
+                    engine.kill()
+                same = peer_s is not None and side.kind == wanted[0].kind
+                yield Row(
+                    name=f"first token from host, {side.name}",
+                    unit="ms",
+                    limit=1e3 * computed_s,
+                    peer=1e3 * peer_s if same and peer_s else None,
+                    ours=1e3 * loaded_s,
+                    ratio=loaded_s / peer_s if same and peer_s else None,
+                    goal="ratio <= 1" if same else "",
+                    note="limit: computed; ratio and peer: vLLM's own offloading",
+                )
+                peer_s = loaded_s if side is wanted[0] else peer_s
+        finally:
+            for _, engine in started:
+                engine.kill()
+    if failures:
+        raise ExceptionGroup("some engines failed", failures)
 
 
-def _first_tokens(side: Side, folder: Path, length: int) -> tuple[float, float]:
-    """Return the median seconds until a first token, computed and loaded from host."""
-    prompts, others = prompts_of(1, PROMPTS, length), prompts_of(2, 4, 64)
-    log = folder / f"{side.name.replace(' ', '-')}.log"
-    engine = Engine(
-        folder / "model", side.transfer, log, engine=side.engine, variables=side.variables
-    )
-    try:
-        assert engine.answer() == "ready"
-        runner = engine.tell("runner")
-        assert runner == side.runner, f"{side.name}: vLLM runs {runner}, not {side.runner}"
-        engine.run(others, 4)
-        computed = _each(engine, prompts)
-        again = _each(engine, prompts)  # from vLLM's own prefix cache: the same shapes as loaded
-        engine.tell("settle", seconds=SETTLE_S)
-        engine.run(others, 4)  # steps report the saves
-        assert engine.tell("reset"), "vLLM keeps its prefix cache"
-        before = engine.tell("hits")
-        loaded = _each(engine, prompts)
-        hits = engine.tell("hits") - before
-        least = PROMPTS * (length // 2)
-        assert hits >= least, f"{side.name}: {hits} tokens came from host, expected {least}"
-        for one, other in zip(loaded, again, strict=True):
-            assert one["tokens"] == other["tokens"], f"{side.name}: other tokens than without it"
-    finally:
-        engine.kill()
+def answers(side: Side, engine: Engine) -> tuple[float, float]:
+    """Require equal answers; return the median seconds until a first token, computed and loaded."""
+    prompts, others = prompts_of(1, PROMPTS, side.tokens), prompts_of(2, 4, 64)
+    assert engine.answer() == "ready"
+    runner = engine.tell("runner")
+    assert runner == (side.runner or runner), f"{side.name}: vLLM runs {runner}"
+    print(f"  {side.name}: {runner}", flush=True)
+    engine.run(others, 4)
+    computed = _each(engine, prompts)
+    again = _each(engine, prompts)  # from vLLM's own prefix cache: the same shapes as loaded
+    engine.tell("settle", seconds=SETTLE_S)
+    engine.run(others, 4)  # steps report the saves
+    assert engine.tell("reset"), "vLLM keeps its prefix cache"
+    before = engine.tell("hits")
+    loaded = _each(engine, prompts)
+    hits = engine.tell("hits") - before
+    least = PROMPTS * (side.tokens // 2)
+    assert hits >= least, f"{side.name}: {hits} tokens came from host, expected {least}"
+    for one, other in zip(loaded, again, strict=True):
+        assert one["tokens"] == other["tokens"], f"{side.name}: other tokens than without it"
+    print(f"  {side.name}: equal answers, {hits} tokens came from host", flush=True)
     first = [[one["first"][0] for one in runs] for runs in (computed, loaded)]
     return median(first[0]), median(first[1])
 

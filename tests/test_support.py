@@ -53,7 +53,9 @@ def test_no_cell_says_more_than_its_tests() -> None:
     assert support.cell(data["rows"][0], "redis") == support.CONTRACT
     first = support.readme(data).splitlines()[2]
     assert first.count(support.RUN) == 1
-    assert support.NEVER in first
+    assert support.ON_GPU in first
+    data["rows"][0]["gpu"] = []
+    assert support.NEVER in support.readme(data).splitlines()[2]
 
 
 def test_a_test_that_did_not_run_is_found() -> None:

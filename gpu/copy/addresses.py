@@ -74,8 +74,8 @@ class JobPlaces:
             strict=True,
         ):
             array[part] = numbers[part]
-            wrong = array[part][(array[part] < 0) | (array[part] >= limit)]
-            if len(wrong):
+            if array[part].min() < 0 or array[part].max() >= limit:
+                wrong = array[part][(array[part] < 0) | (array[part] >= limit)]
                 raise UnfitJob(f"{name} {wrong[0]} of {limit} does not exist")
         self._known = end
 

@@ -40,8 +40,10 @@ class Device(ABC):
     """True if ``copy`` hands all runs over in one call."""
     small_bytes: int = 0
     """Largest average bytes per run to use ``move`` for; 0 while ``move`` is not available."""
-    runs_max: int = 4096
-    """Largest number of runs to hand over by one call, which takes a fraction of a millisecond."""
+    runs_max: int = 1024
+    """Largest number of runs for one call of ``copy``, which takes a fraction of a millisecond."""
+    move_runs_max: int = 4096
+    """Largest number of runs for one call of ``move``."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -103,7 +105,7 @@ class Device(ABC):
         """Copy by one kernel, from registered host memory to the device's.
 
         The arrays may be reused on return. Return False, and do nothing, if there are more than
-        ``runs_max`` runs, or if earlier kernels still use all tables of runs.
+        ``move_runs_max`` runs, or if earlier kernels still use all tables of runs.
         """
 
     @abstractmethod

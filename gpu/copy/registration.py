@@ -79,7 +79,6 @@ class Registration:
         begun_s = self._device.now()
         try:
             self._device.bind()
-            self._device.prepare()
         except RuntimeError as error:
             why = repr(error)
         while self.ready < total and not (why or self._closed):
@@ -95,6 +94,8 @@ class Registration:
                 share = end * 100 // total
                 logger.info("registering the arena: %d %% after %.1f s", share, seconds)
             yield
+        if self.ready and not self._closed:  # last: a compiler takes seconds, and saves need slots
+            self._device.prepare()
         self.over = True
         if not self._closed:
             self._report(self._device.now() - begun_s, why)

@@ -150,8 +150,9 @@ class StreamCopier(Copier):
         return self._registration.over
 
     def moved(self) -> None:
+        most = max(self.device.runs_max, self.device.move_runs_max)
         self._groups = {
-            group: AddressGroup(part, self._arena, self._piece_slots, self.device.runs_max)
+            group: AddressGroup(part, self._arena, self._piece_slots, most)
             for group, part in self._parts.items()
         }
 
@@ -232,7 +233,9 @@ class StreamCopier(Copier):
         if not (device.batched or len(group.part.pages.pages) == 1 or small):
             yield from self._staged(group, copy)
             return
-        limits = SliceLimits(min(most, KERNEL_BYTES) if small else most, device.runs_max)
+        limits = SliceLimits(most, device.runs_max)
+        if small:
+            limits = SliceLimits(min(most, KERNEL_BYTES), device.move_runs_max)
         slices = group.whole(job, limits)
         if by_layer:
             slices = group.by_layer(job, limits, self._turn_bytes)
@@ -248,11 +251,13 @@ class StreamCopier(Copier):
             raise UnfitJob(f"{what}; it has registered {self._registration.ready}")
 
     def _copy(self, lane: Lane, runs: CopyRuns, *, small: bool = False) -> None:
-        """Hand runs to the device in one call."""
-        stream = self._streams[lane]
-        if small and len(runs.sizes) >= KERNEL_RUNS_MIN and self.device.move(stream, runs):
+        """Hand runs to the device, in one call if possible."""
+        stream, count, most = self._streams[lane], len(runs.sizes), self.device.runs_max
+        if small and count >= KERNEL_RUNS_MIN and self.device.move(stream, runs):
             return
-        self.device.copy(stream, runs)
+        for first in range(0, count, most):
+            targets, sources, sizes = (row[first : first + most] for row in runs[:3])
+            self.device.copy(stream, CopyRuns(targets, sources, sizes, runs.steady))
 
     def _staged(self, group: AddressGroup, copy: _Copy) -> Iterator[_Handed]:
         """Hand over a job by rows of staging memory, of as many blocks as fit in at a time."""

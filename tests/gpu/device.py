@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import shake_128
+from time import monotonic
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvladder.units import Size
 WIDTH = 24
 """Bytes per token of each group."""
 FULL = Group("all", 4)
+REGISTERED_S = 60.0
 
 
 class Model:
@@ -50,6 +52,10 @@ class Model:
             reuse=reuse,
         )
         self.requests = self.cache.requests
+        arena, end_s = self.cache.manager.arena, monotonic() + REGISTERED_S
+        while arena.admitted < arena.slots:  # a device registers the slots in the background
+            assert monotonic() < end_s, f"{arena.admitted} of {arena.slots} slots are registered"
+            self.cache.wait(0.01)
 
     def allocate(self, group: int, blocks: int) -> dict[str, torch.Tensor]:
         size = self.groups[group].block_tokens

@@ -181,6 +181,17 @@ def test_loads_of_a_forward_pass_have_the_highest_priority_and_saves_the_lowest(
         device.free_bytes()
 
 
+def test_a_copy_leaves_the_thread_in_the_context_that_it_was_in(memory: Arena) -> None:
+    """The engine's thread may use another device."""
+    device = PlayedDevice()
+    work, check = batch(device, memory, steady=False)
+    for context in (0, None):
+        device.machine.thread.context = context
+        device.copy(device.new_stream(), work)
+        assert device.machine.thread.context == context
+    check()
+
+
 def test_a_table_of_runs_is_not_written_while_a_kernel_may_read_it(
     memory: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +218,7 @@ def test_a_table_of_runs_is_not_written_while_a_kernel_may_read_it(
     assert move(2)
     device.settle()
     assert plain(target).tolist() == [*range(192), *[0] * 64]
-    assert not move(3, runs=device.runs_max + 1)
+    assert not move(3, runs=device.move_runs_max + 1)
     device.played.check()
 
 

@@ -202,6 +202,8 @@ class Careless(StreamCopier):
 @pytest.mark.usefixtures("few")
 def test_a_copy_of_memory_that_is_not_registered_is_found(start: Start) -> None:
     device = PlayedDevice(small=SLOT_BYTES, register_max=0)
+    device.bind()
+    device.prepare()
     engine = start(lbhnc, device, copies=Careless)
     engine.copier.submit(CopyJob(JobId(1), "onboard", (5,), (Slot(0),)))
     with pytest.raises(Violation, match="memory that is not registered"):

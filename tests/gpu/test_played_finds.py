@@ -384,7 +384,7 @@ FAULTS: dict[str, tuple[Scenario, Fault]] = {
     ),
     "unregistering enters no context": (
         closing_elsewhere,
-        Fault(CudaDevice, "unregister", "self._enter()", "self._cuda"),
+        Fault(CudaDevice, "unregister", "with self._entered():", "if True:"),
     ),
     "registered memory is never unregistered": (
         closing,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import struct
 import subprocess
 import sys
 import time
@@ -197,6 +198,27 @@ def test_an_unknown_part_is_refused_with_the_known_names(
     assert gpu.main(["--only", "sleeping"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("no part is named like ['sleeping']; there are: order of copies")
+
+
+def test_a_packed_extension_keeps_the_device_code_of_one_architecture_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    pack = runpy.run_path(str(ROOT / ".ci" / "gpu_vllm.py"))
+    kinds = {"code": 2, "text": 1}
+
+    def entry(kind: str, architecture: int, code: bytes) -> bytes:
+        head = struct.pack("<HHIQ12xI32x", kinds[kind], 257, 64, len(code), architecture)
+        return head + code
+
+    entries = [entry("code", 80, b"a" * 16), entry("code", 90, b"b" * 8), entry("text", 90, b"c")]
+    made = b"".join(entries)
+    fatbin = pack["FATBIN"] + struct.pack("<HHQ", 1, 16, len(made)) + made
+    library = b"elf" + pack["FATBIN"] + b"no fatbin, though it begins alike" + fatbin + b"rest"
+    kept = bytes(pack["keep_only"](bytearray(library), 90))
+    assert kept == library.replace(b"a" * 16, bytes(16)).replace(
+        entries[2], entries[2][:-1] + b"\0"
+    )
 
 
 def test_the_wheels_to_take_along_bring_each_module_that_a_part_names() -> None:

@@ -109,6 +109,20 @@ class Driver:
         self._machine.thread.context = _number(context) - CONTEXTS
         return 0
 
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        thread = self._machine.thread
+        thread.pushed.append(thread.context)
+        thread.context = _number(context) - CONTEXTS
+        return 0
+
+    def cuCtxPopCurrent_v2(self, found: Any) -> int:
+        thread = self._machine.thread
+        if not thread.pushed:
+            return INVALID_CONTEXT
+        _write(found, ctypes.c_void_p, CONTEXTS + (thread.context or 0))
+        thread.context = thread.pushed.pop()
+        return 0
+
     def cuGetErrorString(self, error: int, found: Any) -> int:
         _write(found, ctypes.c_char_p, TEXTS.get(error, b"unknown error"))
         return 0

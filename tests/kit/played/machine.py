@@ -144,6 +144,8 @@ class Thread:
     """The device whose context is current."""
     streams: dict[int, Stream] = field(default_factory=dict[int, Stream])
     """Its current stream on each device, unless that is the default one."""
+    pushed: list[int | None] = field(default_factory=list[int | None])
+    """The contexts below the current one, the one that becomes current next last."""
 
 
 class Machine:
