@@ -6,6 +6,8 @@ SITE_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
 # Only these, and tests/sglang, are collected where engines start: each worker would import what all the others need.
 STARTS_VLLM := tests/vllm tests/connectors/test_vllm_events.py
+# Files with the mark `versions`; tests/test_support.py holds that there are no others.
+RUNS_TWICE := tests/connectors/test_vllm_*.py tests/vllm/test_readme.py tests/vllm/test_serving.py
 # Or each process compiles our modules again, and each worker of pytest rewrites all the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -25,7 +27,7 @@ ifeq ($(ARGS),)
 	$(PYTEST) $(MORE) 8 -m "not vllm and not sglang"
 	$(PYTEST) $(SOME) 3 -m "sglang or vllm and not alone" tests/sglang $(STARTS_VLLM)
 	$(PYTEST) -m "vllm and alone" $(STARTS_VLLM)
-	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(SOME) 3 -m versions tests/connectors tests/vllm
+	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(SOME) 3 -m versions $(RUNS_TWICE)
 else
 	$(PYTEST) $(ARGS)
 endif

@@ -51,7 +51,8 @@ MACHINE_CODE = 2
 
 def install(folder: Path, version: str, python: str) -> None:
     """Install wheels for that machine, without what they depend on; raise if pip fails."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
+    command += ["--only-binary=:all:"]
     command += ["--target", str(folder), "--python-version", python, "--implementation", "cp"]
     command += [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     command += ["--platform=manylinux2014_x86_64", f"vllm==={version}"]  # three: no +cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def test_no_cell_says_more_than_its_tests() -> None:
     assert support.ON_GPU in first
     data["rows"][0]["gpu"] = []
     assert support.NEVER in support.readme(data).splitlines()[2]
+
+
+def test_make_runs_each_file_with_the_mark_versions_twice() -> None:
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.versions" in path.read_text() and path.name != "test_support.py"
+    }
+    [line] = re.findall("^RUNS_TWICE := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {path.relative_to(ROOT).as_posix() for glob in line.split() for path in ROOT.glob(glob)}
+    others = {one for one in named if not one.startswith("tests/connectors/test_vllm_")}
+    assert {one for one in marked if not one.startswith("tests/connectors/test_vllm_")} == others
 
 
 def test_a_test_that_did_not_run_is_found() -> None:

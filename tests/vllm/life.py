@@ -17,6 +17,7 @@ import msgspec
 from kvladder.config import registry
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.label import Read, Write
 from kvladder.tiers.memory import MemoryTier
 from tests.kit.memory import resident_bytes
@@ -280,6 +281,15 @@ def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[d
 def forget(engine: Any) -> None:
     """Empty every tier; vLLM and other connectors keep their blocks."""
     engine.half.reset()
+
+
+def empty_host(engine: Any) -> None:
+    """Evict all blocks from host memory; levels below keep theirs."""
+    manager = engine.half.connector.manager
+    with manager._stack.lock:
+        slots = manager._stack.host.room(manager.arena.slots, PRIORITY_MAX)
+        manager.arena.release(slots)
+        assert len(slots) == manager.arena.slots
 
 
 def faults() -> int:

@@ -60,3 +60,37 @@ def test_encrypted_blocks_without_the_key_are_misses(
     locked, stats, _ = start(over_files(files, "checksum"), *STEPS).finish()
     assert (locked["tokens"], locked["external"]) == (reference, 0)
     assert (stats["files"]["unreadable"] > 0, stats["files"]["corrupt"]) == (True, 0)
+
+
+def test_the_key_in_a_file_changes_while_an_engine_runs(
+    start: Start, tmp_path: Path, reference: list[list[int]]
+) -> None:
+    """Old blocks are hits as long as the file has their key."""
+    old, new = "11" * 32, "22" * 32
+    for name, lines in {"old": [old], "both": [new, old], "new": [new]}.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / name).chmod(0o600)
+    link = tmp_path / "key"
+    link.symlink_to(tmp_path / "old")
+    extra = over_files(tmp_path / "kv", "zstd")
+    extra["tiers"][1]["codecs"].append({"name": "aes-gcm", "key_file": str(link)})
+
+    def served(*prompts: list[int]) -> list[list[Any]]:
+        emptied = [
+            "call",
+            {"function": "tests.vllm.life:empty_host"},
+        ]  # so that all hits are decrypted
+        return [["reset"], emptied, ["each", {"prompts": prompts}], ["stats"]]
+
+    def renamed(name: str) -> list[Any]:
+        return ["point", {"link": str(link), "target": str(tmp_path / name)}]
+
+    first, *others = PROMPTS
+    steps = [*served(first), renamed("both"), *served(*PROMPTS), renamed("new")]
+    found = start(extra, *steps, *served(*others), *served(first), ["shutdown"]).finish()
+    cold, both, without, gone = (one for one in found if isinstance(one, dict) and "tokens" in one)
+    assert (cold["tokens"], cold["external"]) == (reference[:1], 0)
+    assert (both["tokens"], both["external"]) == (reference, HITS)
+    assert (without["tokens"], without["external"]) == (reference[1:], 2 * HITS)
+    assert (gone["tokens"], gone["external"]) == (reference[:1], 0)
+    assert found[-2]["files"]["unreadable"] > 0
