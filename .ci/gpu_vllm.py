@@ -1,7 +1,7 @@
 """Pack a vLLM that a machine without a network runs with its own torch: ``gpu_vllm.py ARCHIVE``.
 
 vLLM's wheel has several hundred MiB, most of it device code of other architectures and kernels that
-the parts of ``make gpu`` do not use. The archive has less than 50 MiB: vLLM, what it imports beside
+the parts of ``make gpu`` do not use. The archive has less than 60 MiB: vLLM, what it imports beside
 torch, NumPy and transformers, and kvladder's dependencies. vLLM's extensions use only the stable
 interface of torch, so that they also load in an older torch than vLLM asks for.
 ``benchmarks/README.md`` says how to use it.
