@@ -181,7 +181,7 @@ class StackRemovals(StackSaves):
             for missed in self.away.values():
                 note_missed(missed, [salt])
             for lower in levels:
-                lower.purges.condemn(salt)
+                lower.condemn(salt)
                 if lower.tier.shared:
                     lower.purge(salt)
         try:
