@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -22,25 +23,31 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
 from kvladder.units import Size
+from tests.export.clients import Client, keys_of, server
 from tests.kit.disk import MODES, FakeDisk, InlinePool, Mode
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
 ROOT = Path("/disk/kv")
 RED, BLUE = SimCache.keys(1, 2, 3), SimCache.keys(4, 5)
+FAR = keys_of(1, 2, 3)
 LOSSES: list[Mode] = [mode for mode in MODES if mode != "misdirect"]
 CAPACITY = 8
 
 
-async def cache_on(disk: FakeDisk) -> SimCache:
+def files_on(disk: FakeDisk, *, stride: int = 8192) -> LevelSpec:
     tier = FilesTier(
-        FilesOptions(path=str(ROOT), segment=Size(4 * 8192)),
+        FilesOptions(path=str(ROOT), segment=Size(4 * stride)),
         disk=disk,
         pool=InlinePool(),
         log_slack_records=4,
         segments_min=2,
     )
-    return await SimCache.open(LevelSpec(tier, OffloadRule(when="commit"), CAPACITY))
+    return LevelSpec(tier, OffloadRule(when="commit"), CAPACITY)
+
+
+async def cache_on(disk: FakeDisk) -> SimCache:
+    return await SimCache.open(files_on(disk))
 
 
 def on_disk() -> FakeDisk:
@@ -158,6 +165,49 @@ def test_a_removal_from_a_level_that_is_left_out_is_owed_until_it_is_synced() ->
     sim_run(look(disk, gone=RED, kept=BLUE))
 
 
+@pytest.mark.parametrize("mode", LOSSES)
+def test_no_loss_of_power_undoes_what_a_cache_server_has_answered(mode: Mode) -> None:
+    """A client's purge by keys is told as done when its servers have answered."""
+
+    async def serve(disk: FakeDisk, cut_at: int | None) -> bool:
+        async with server(files_on(disk, stride=16384)) as (_, offers):
+            client = Client(offers)
+            await client.hello()
+            if cut_at is None:
+                assert await client.put(FAR) == [True] * len(FAR)
+                return True
+            disk.crash_at = disk.calls + cut_at
+            answered = list[bool]()
+            removing = asyncio.create_task(offers.remove(client.session, FAR))
+
+            def note(_: object) -> None:
+                answered.append(disk.has_power)
+
+            removing.add_done_callback(note)
+            await asyncio.sleep(1.0)
+            removing.cancel()
+            disk._on = False
+            return answered == [True]
+
+    async def look(disk: FakeDisk) -> None:
+        async with server(files_on(disk, stride=16384)) as (cache, offers):
+            client = Client(offers)
+            await client.hello()
+            assert await client.has(FAR) == [False] * len(FAR)
+            assert not len(cache.levels[0].index), "a removed block is back"
+
+    used = FakeDisk(ROOT.parent, ROOT)
+    sim_run(serve(used, None))
+    used.crash("keep")
+    for number in count(1):
+        disk = used.copied(number)
+        if sim_run(serve(disk, number)):
+            disk.crash(mode)
+            sim_run(look(disk))
+            if number > 8:  # after its last call
+                break
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_what_was_forgotten_for_good_stays_so_over_many_losses_of_power(seed: int) -> None:
     """Lives of random saves, removals, purges and failures; each ends in another kind of loss."""
@@ -166,6 +216,9 @@ def test_what_was_forgotten_for_good_stays_so_over_many_losses_of_power(seed: in
     salts = ["red", "red", "blue", "green"]
     gone: set[BlockKey] = set()
     """Blocks that were told as forgotten, and not saved since."""
+
+    def sometimes(code: int, _call: str, _path: str) -> int:
+        return code if random.random() < 0.2 else 0
 
     async def live(steps: int) -> None:
         cache = await cache_on(disk)
@@ -189,7 +242,7 @@ def test_what_was_forgotten_for_good_stays_so_over_many_losses_of_power(seed: in
                     some = {key for of in prompts for key in of}
                 case _:
                     code = random.choice((0, 0, errno.EIO, errno.ENOSPC))
-                    disk.refuse = lambda _call, _path, code=code: code * (random.random() < 0.2)
+                    disk.refuse = partial(sometimes, code)
             await asyncio.sleep(random.choice((0.0, 0.01, 1.0)))
             if done < 0.7 and some:
                 for _ in range(300):

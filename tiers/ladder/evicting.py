@@ -203,6 +203,16 @@ class EvictingLevel(BaseLevel[int]):
         """Return whether the tier has still to forget the block, or may still come to store it."""
         return key in self._removal_queue or key in self._in_flight.abandoned
 
+    def owes(self, keys: Iterable[BlockKey], removals: int) -> bool:
+        """Return whether the tier has still to forget one of these blocks, or to sync that.
+
+        ``removals`` is ``purges.removals`` as it was after they were removed.
+        """
+        coming = self._in_flight.writing
+        return self.purges.owes_sync(removals) or any(
+            key in coming or self.leaving(key) for key in keys
+        )
+
     @property
     def removals(self) -> int:
         """Number of blocks that the tier still has to forget, and of purges that are not over."""

@@ -83,8 +83,12 @@ class PurgeQueue:
 
     @property
     def _is_unsynced(self) -> bool:
+        return self.owes_sync(self.removals)
+
+    def owes_sync(self, removals: int) -> bool:
+        """Return whether the tier has still to sync the first ``removals``."""
         tier = self._client.tier
-        return tier.durable and not tier.shared and self._synced < self.removals
+        return tier.durable and not tier.shared and self._synced < removals
 
     @property
     def sync_due(self) -> bool:
