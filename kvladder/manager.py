@@ -435,7 +435,7 @@ class CacheManager(StackOwner):
         return keys
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forget these blocks in every level."""
+        """Forget these blocks in every level: for good, also in files, once ``removals`` is 0."""
         self._stack.remove(keys)
 
     def purge(self, salt: str) -> Iterator[dict[str, int]]:
@@ -457,7 +457,7 @@ class CacheManager(StackOwner):
 
     @property
     def removals(self) -> int:
-        """Number of forgotten blocks that tiers must still remove, plus purges in progress."""
+        """Number of blocks that tiers must still remove, plus syncs and purges in progress."""
         with self._stack.lock:
             return sum(level.removals for level in self._stack.levels)
 

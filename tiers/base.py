@@ -54,6 +54,14 @@ class Medium:
         """
         return {}
 
+    async def sync(self) -> None:
+        """Make all earlier removals survive a power cut.
+
+        Called only if ``durable`` is True and ``shared`` is not, after removals by a user: they are
+        done when it has returned. Neither ``put`` nor ``remove`` is called meanwhile. The default
+        suits tiers in which a removal survives once ``remove`` has returned.
+        """
+
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """Overwrite the bytes that forgotten blocks of this namespace, or of one salt, left behind.
 

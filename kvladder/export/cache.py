@@ -514,10 +514,12 @@ class ServerOffers(CacheOffers):
             self._abandon(granted)
 
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
-        """See ``Offers``."""
+        """Return when all tiers have forgotten the blocks for good, see ``Offers``."""
         known = self._sessions.get(session)
         if known is not None:
-            self._manager.remove(self._names(known, keys))
+            is_left = self._manager.ladder.remove(self._names(known, keys))
+            while is_left() and session in self._sessions:  # noqa: ASYNC110 - tiers do not notify
+                await asyncio.sleep(PURGED_S)
 
     async def purge(self, session: int, salt: bytes | None) -> int:
         """Return when all tiers have forgotten and overwritten the blocks, see ``Offers``."""

@@ -438,6 +438,8 @@ class TierTests(LabelTests):
         assert opened.recovered == []
         items = await blocks.put(tier, 0, 4, 2)
         await blocks.remove(tier, items[1:2])
+        if tier.durable and not tier.shared:
+            await tier.sync()
         tier = await opened()
         self.only_if_it_survives(opened)
         assert [kept.place for kept in opened.recovered] == [0, 2]

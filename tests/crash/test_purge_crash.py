@@ -145,10 +145,10 @@ async def reuse(machine: Machine) -> None:
     await tier.aclose()
 
 
-async def erase(machine: Machine) -> None:
+async def erase(machine: Machine, *, capacity: int = CAPACITY) -> None:
     """Erase blocks as a running cache does in a purge."""
     red = salt_digest(machine.space, "red")
-    tier, recovered = await machine.open()
+    tier, recovered = await machine.open(capacity=capacity)
     await tier.remove([Ref(one.key, one.place) for one in recovered if one.facts.salt == red])
     start: int | None = 0
     while start is not None:
@@ -202,6 +202,40 @@ def test_a_running_cache_compares_blocks_with_their_headers_once() -> None:
 
     sim_run(erase_twice())
     assert reads == [2 * CAPACITY, CAPACITY, CAPACITY], "a page of each, and once what is behind it"
+    machine.close()
+
+
+async def shrink(machine: Machine, capacity: int, *, runs: bool) -> None:
+    """Have less room, from a start on, or while the tier runs."""
+    tier, _ = await machine.open(capacity=CAPACITY if runs else capacity)
+    if runs:
+        await tier.resize(capacity)
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("resizes", [True, False])
+@pytest.mark.parametrize("capacity", [7, 6])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "misdirect"])
+def test_what_a_smaller_capacity_cut_off_stays_so_after_a_purge(
+    mode: Mode, capacity: int, *, resizes: bool, is_lost: bool, runs: bool
+) -> None:
+    """The bytes that the files gave up before the purge do not come back: a part of a segment, or
+    a whole one.
+    """
+    machine = filled()
+    disk = machine.disk
+    disk.crash("keep")
+    sim_run(shrink(machine, capacity, runs=resizes))
+    if is_lost:
+        disk.unlink(type(ROOT)(machine.home) / "index.log")
+    if runs:
+        sim_run(erase(machine, capacity=capacity))
+    else:
+        purge(disk)
+    disk.crash(mode)
+    assert bytes_of(machine, [*RED, GONE[0]]) == []
     machine.close()
 
 

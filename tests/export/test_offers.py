@@ -218,6 +218,54 @@ async def test_a_purge_removes_one_tenant_by_salt_and_a_whole_namespace_without(
         assert await two.has(salted) == [True] * 3
 
 
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_removal_is_answered_when_the_tiers_have_forgotten_its_blocks(
+    *, durable: bool
+) -> None:
+    removing = Hold(on="remove")
+    tier = FakeTier([removing], store=FakeStore(), durable=durable)
+    async with server(LevelSpec(tier, OffloadRule(when="commit"))) as (cache, offers):
+        client = Client(offers)
+        await client.hello()
+        await client.put(FOUR)
+        await cache.settle()
+        answer = asyncio.create_task(offers.remove(client.session, FOUR[:2]))
+        await removing.reached()
+        await asyncio.sleep(1.0)
+        assert not answer.done()
+        removing.let_go()
+        await answer
+        assert len(tier.records) == 2
+
+
+class SlowlySynced(FakeTier):
+    async def sync(self) -> None:
+        await asyncio.sleep(0.1)
+
+
+async def test_a_removal_does_not_wait_for_those_that_come_after_it() -> None:
+    tier = SlowlySynced(store=FakeStore(), durable=True)
+    async with server(LevelSpec(tier, OffloadRule(when="commit"))) as (cache, offers):
+        one, two = Client(offers), Client(offers, 2)
+        await one.hello()
+        await two.hello()
+        await one.put(FOUR)
+        await cache.settle()
+
+        async def always() -> None:
+            async with asyncio.TaskGroup() as others:
+                while True:
+                    others.create_task(offers.remove(two.session, FOUR[1:]))
+                    await asyncio.sleep(0.01)
+
+        removing = asyncio.create_task(always())
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(1.0):
+            await offers.remove(one.session, FOUR[:1])
+        removing.cancel()
+        await asyncio.wait({removing})
+
+
 async def test_a_survey_lists_a_clients_blocks_under_its_own_keys_from_every_level() -> None:
     tier = FakeTier(store=FakeStore(), durable=True)
     level = LevelSpec(tier, OffloadRule(when="commit"), 200)

@@ -82,7 +82,7 @@ class Tally:
         self.densities[Climate.of(seed).density] += 1
         self.steps += steps
         self.simulated_s += fleet.loop.time()
-        self.purges += fleet.purges
+        self.purges += fleet.purging.done
         self.undone += fleet.undone
         self.failovers += 0 if fleet.redis is None else fleet.redis.failovers
         self.faults += fleet.faults
@@ -107,7 +107,7 @@ class Tally:
         yield f"{self.worlds:,} worlds ({worlds}), {self.steps:,} steps,"
         yield f"{self.simulated_s:,.0f} simulated seconds. Packets of the network: {packets}."
         yield f"Blocks served and compared: {blocks}."
-        yield f"Purges on all engines: {self.purges:,}. Fail-overs of Redis: {self.failovers:,},"
+        yield f"Purges: {self.purges:,}. Fail-overs of Redis: {self.failovers:,},"
         yield f"which took back {self.undone:,} removals that replicas had not got."
         yield f"Worlds that failed: {len(self.failed)}."
 

@@ -14,10 +14,11 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.tiers import label as labels
-from kvladder.tiers.answers import KINDS
+from kvladder.tiers.base import Tier
 from kvladder.tiers.ladder import level as levels
 from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
 from kvladder.tiers.ladder.calling import calls
+from kvladder.tiers.ladder.calling.calls import CallOutcome, GuardedCalls
 from kvladder.tiers.ladder.calling.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
@@ -31,7 +32,10 @@ from kvladder.tiers.ladder.stack import TierStack
 from kvladder.tiers.ladder.writing.transit import WritesInFlight, WriteState, facts_of
 from kvladder.tiers.ladder.writing.writer import Writer
 from kvladder.tiers.nixl.line import Connection, Line
+from kvladder.tiers.nixl.tier import NixlTier
+from kvladder.tiers.object.tier import ObjectTier
 from kvladder.tiers.redis.servers import Servers
+from kvladder.tiers.redis.tier import RedisTier
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
 from tests.sim.fleet import plan
@@ -184,7 +188,7 @@ async def as_it_is(work: Any) -> Any:
 
 
 def with_one_breaker(client: TierClient, *_: Any) -> None:
-    client.breakers = dict.fromkeys(KINDS, client.breakers["put"])
+    client.breakers = dict.fromkeys(client.breakers, client.breakers["put"])
 
 
 def unguarded(client: TierClient, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
@@ -254,6 +258,36 @@ def all_of_it(level: Level, blocks: Any, results: Any) -> int:
     return _publish(level, blocks, [True] * len(results))
 
 
+async def of_those_there(tier: NixlTier, salt: bytes | None, progress: Any) -> int:
+    return sum([await line.here.purge(salt) for line in tier._up()])
+
+
+def forgiving(cls: type[Tier], name: str) -> tuple[type[Tier], str, Any]:
+    """A fault: a call of a tier that fails counts as done."""
+    method = getattr(cls, name)
+
+    async def wrapped(tier: Tier, *arguments: Any) -> int:
+        try:
+            return int(await method(tier, *arguments) or 0)
+        except TierError:
+            return 0
+
+    return cls, name, wrapped
+
+
+_guarded = GuardedCalls.call
+
+
+async def untold_at_the_end(
+    client: GuardedCalls, kind: Any, operation: Any, late: Any, **how: Any
+) -> CallOutcome:
+    outcome = await _guarded(client, kind, operation, late, **how)
+    limit_s = how.get("timeout_s") or client.settings.timeout_s
+    if outcome.quiet and outcome.took_s >= limit_s and not client._closing:
+        return CallOutcome(None, quiet=False, took_s=limit_s, error="timeout")
+    return outcome
+
+
 OF_FLEETS: dict[str, tuple[Any, str, Any]] = {
     "a put that was refused counts as stored": (Level, "_publish", all_of_it),
     "an aborted operation does not wait for its end": (Connection, "_give_up", at_once),
@@ -261,7 +295,26 @@ OF_FLEETS: dict[str, tuple[Any, str, Any]] = {
     "a client that has gone keeps its slots": (ServerOffers, "gone", at_once),
     "a broken line is not connected again": (Line, "_run", once),
     "redirections are not followed": (Servers, "_again", lambda *_: False),
+    "a purge leaves out cache servers that are away": (NixlTier, "purge", of_those_there),
+    "a purge of Redis that fails in part is done": forgiving(RedisTier, "_purge"),
+    "a removal by keys that fails is done (Redis)": forgiving(RedisTier, "remove"),
+    "a removal by keys that fails is done (cache server)": forgiving(NixlTier, "remove"),
+    "a removal by keys that fails is done (object store)": forgiving(ObjectTier, "remove"),
+    "a call that ends at the moment of its timeout is not told": (
+        GuardedCalls,
+        "call",
+        untold_at_the_end,
+    ),
 }
+FIRST_FLEETS = {
+    "a purge leaves out cache servers that are away": 8,
+    "a purge of Redis that fails in part is done": 9,
+    "a removal by keys that fails is done (object store)": 4,
+    "a put that was refused counts as stored": 14,
+    "an aborted operation does not wait for its end": 17,
+    "a call that ends at the moment of its timeout is not told": 12,
+}
+"""The first fleets that found these faults when this was written; the others follow."""
 
 
 @pytest.mark.slow
@@ -270,7 +323,7 @@ def test_fleets_find_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(*OF_FLEETS[fault])
 
     def run_fleets() -> None:
-        for seed in range(FLEETS):
+        for seed in (FIRST_FLEETS.get(fault, 0), *range(FLEETS)):
             plan.run(seed, plan.drawn(seed))
 
     with pytest.raises(plan.Failed):

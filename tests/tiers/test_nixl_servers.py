@@ -221,6 +221,8 @@ class TestOwners(Fabrics):
         with pytest.raises(TierError, match="a:1 does not let this client remove blocks"):
             await tier.purge(None, lambda *told: progress.append(told))
         assert progress == [(8, 8)]
+        with pytest.raises(TierError, match="a:1 does not let this client remove blocks"):
+            await tier.remove(blocks.refs(blocks.some(1)))
 
 
 class FakeRoster:

@@ -282,7 +282,7 @@ def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Pr
         if salt is None:
             with suppress(FileNotFoundError):
                 disk.unlink(store.log.path)
-            sync_directory(disk, directory.home)
+        sync_directory(disk, directory.home)  # also for segments that were removed before
         eraser, end = Eraser(disk, store.segments, directory.space), store.segments.end
         for start in range(0, end, STEP_PLACES):
             places = range(start, min(start + STEP_PLACES, end))

@@ -106,6 +106,7 @@ class Segments:
             if size > limit:
                 with opened(self._disk, segment_file(home, segment), os.O_RDWR) as fd:
                     self._disk.truncate(fd, limit)
+                    self._disk.fsync(fd)  # a purge does not see the bytes that a power cut returns
             sizes[segment] = min(size, limit)
         self._sizes = sizes
 

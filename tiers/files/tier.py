@@ -252,8 +252,7 @@ class FilesTier(Tier):
         for write in writes:
             self._tags[write.place] = 0
             self._sure[write.place] = False
-        missing = store.segments.missing(writes)
-        if missing:
+        if missing := store.segments.missing(writes):
             await self._must([partial(store.allocate, missing)], put=True)
         batch = _Puts(store, writes, self.options.threads)
         await self._run(batch.jobs)
@@ -316,23 +315,24 @@ class FilesTier(Tier):
         _raise_if_failed([found])
         return cast("bytes", found)
 
+    async def sync(self) -> None:
+        await self._must([self._opened().log.sync])
+
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         store, eraser = self._opened(), self._eraser
         if start == 0:
-            await self._must([store.log.sync])
+            await self.sync()
         last = store.segments.end
         unsure = [n for n in range(start, min(start + ERASE_PLACES, last)) if not self._sure[n]]
         end = min([start + ERASE_PLACES, last, *unsure[self.batch_max :]])
         step = max(1, -(-(end - start) // self.options.threads))
         parts = [range(at, min(at + step, end)) for at in range(start, end, step)]
-        found = await self._must(
-            [partial(eraser.find, part, salt, self._tags, self._sure) for part in parts]
-        )
+        find = partial(eraser.find, salt=salt, tags=self._tags, sure=self._sure)
+        found = await self._must([partial(find, part) for part in parts])
         left = [one for part in found for one in part]
         now = left[: self.batch_max]
-        whole = [one.place for one in now if one.start == 0]
-        for place in whole:  # a damaged block no longer counts as stored
-            self._tags[place] = 0
+        for place in (whole := [one.place for one in now if one.start == 0]):
+            self._tags[place] = 0  # a damaged block no longer counts as stored
         await self._must([partial(eraser.wipe, one) for one in now])
         await self._must([partial(eraser.finish, now)])
         if len(now) < len(left):
@@ -355,8 +355,8 @@ class FilesTier(Tier):
         """Compact the index log in the background if it has too many dead records."""
         store, task = self._opened(), self._compacting
         if (task is None or task.done()) and store.log.is_long(store.segments.count):
-            compacting = self._compact(store.log)
-            self._compacting = asyncio.create_task(compacting, name="kvladder-compact")
+            work = self._compact(store.log)
+            self._compacting = asyncio.create_task(work, name="kvladder-compact")
 
     async def _compact(self, log: IndexLog) -> None:
         """Compact the log. After a failure the log stays as it is, and a later call tries again."""

@@ -88,6 +88,10 @@ class TierCalls(Protocol):
         """Call ``Tier.purge``; its progress is told to ``TierListener.progressed``."""
         ...
 
+    async def sync(self) -> None:
+        """Call ``Tier.sync``."""
+        ...
+
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """Call ``Tier.erase``."""
         ...

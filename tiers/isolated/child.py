@@ -129,6 +129,10 @@ class Child:
 
         return await self._tier.purge(salt, progress)
 
+    async def sync(self) -> None:
+        """See ``TierCalls``."""
+        await self._tier.sync()
+
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """See ``TierCalls``."""
         return await self._tier.erase(salt, start)

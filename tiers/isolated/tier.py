@@ -177,6 +177,9 @@ class IsolatedTier(Tier):
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         return await self._running().purge(salt, progress)
 
+    async def sync(self) -> None:
+        await self._tier.sync()
+
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         return await self._tier.erase(salt, start)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kvladder.arena import Slot
@@ -117,6 +117,14 @@ class Ladder(Protocol):
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Free the slots of these reserved blocks, which will not be filled."""
+        ...
+
+    def remove(self, keys: Sequence[BlockKey]) -> Callable[[], bool]:
+        """Forget these blocks in every level.
+
+        Returns a function that says whether a tier has still to forget one of them, or to make that
+        survive a power cut.
+        """
         ...
 
     def clear(self, *, erase: bool = False) -> Iterator[object]:

@@ -104,12 +104,17 @@ class EvictingLevel(BaseLevel[int]):
 
         A shared tier forgets them for all engines.
         """
-        self.purges.condemn(*keys)
+        self.condemn(*keys)
         recalled = self.recall(keys)
         if self.tier.shared:  # others may have put it there
             foreign = [key for key in keys if key not in self.index and key not in recalled]
             self.remove_later([Ref(key, NO_PLACE) for key in foreign])
         return super().remove(keys)
+
+    def condemn(self, *removed: BlockKey | bytes | None) -> None:
+        """Note what a user removes, for a tier that has to sync, or that is not open now."""
+        self.purges.condemn(*removed)
+        self._above.wake()
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove unusable blocks; a shared tier keeps them, as other engines may be able to use
@@ -198,6 +203,16 @@ class EvictingLevel(BaseLevel[int]):
         """Return whether the tier has still to forget the block, or may still come to store it."""
         return key in self._removal_queue or key in self._in_flight.abandoned
 
+    def owes(self, keys: Iterable[BlockKey], removals: int) -> bool:
+        """Return whether the tier has still to forget one of these blocks, or to sync that.
+
+        ``removals`` is ``purges.removals`` as it was after they were removed.
+        """
+        coming = self._in_flight.writing
+        return self.purges.owes_sync(removals) or any(
+            key in coming or self.leaving(key) for key in keys
+        )
+
     @property
     def removals(self) -> int:
         """Number of blocks that the tier still has to forget, and of purges that are not over."""
@@ -206,6 +221,12 @@ class EvictingLevel(BaseLevel[int]):
     def owed(self) -> set[BlockKey | bytes | None]:
         """Return what the tier has still to forget: keys, salts, None for everything."""
         return {*self._removal_queue.keys(), *self._in_flight.abandoned, *self.purges.salts()}
+
+    @property
+    def _owes_now(self) -> bool:
+        """True if the tier has something to remove, to purge or to sync now."""
+        purges = self.purges
+        return bool(self._removal_queue.removing or purges.next or purges.sync_due)
 
     @property
     def _undone(self) -> int:

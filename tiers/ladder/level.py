@@ -365,14 +365,14 @@ class Level(EvictingLevel):
     @property
     def pending(self) -> bool:
         """True if there is something left to do."""
-        return bool(self.queued or self._removal_queue.removing or self.purges.next)
+        return bool(self.queued or self._owes_now)
 
     @property
     def due(self) -> bool:
         """True if there is something to do that may be done now."""
         if self.write_queue and self.writable:
             return True
-        return bool(self._removal_queue.removing or self.purges.next) and self.client.open("remove")
+        return self._owes_now and self.client.open("remove")
 
     @property
     def is_writing(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
@@ -42,8 +43,12 @@ class StackRemovals(StackSaves):
     _post: Callable[..., object]
     _resetting: Generator[object] | None = None
 
-    def remove(self, keys: Sequence[BlockKey], *, for_all: bool = True) -> None:
-        """Forget these blocks, in shared tiers ``for_all``; no transfer brings one back."""
+    def remove(self, keys: Sequence[BlockKey], *, for_all: bool = True) -> Callable[[], bool]:
+        """Forget these blocks, in shared tiers ``for_all``; no transfer brings one back.
+
+        Returns a function that says whether a tier has still to forget one of them, or to make that
+        survive a power cut.
+        """
         unique = list(dict.fromkeys(keys))
         for start in range(0, len(unique), STEP):
             part = unique[start : start + STEP]
@@ -55,6 +60,18 @@ class StackRemovals(StackSaves):
                     (level.remove if for_all else level.discard)(part)
                 for missed in self.away.values() if for_all else ():
                     note_missed(missed, part)
+        with self.lock:
+            marks = {level: level.purges.removals for level in self.levels}
+        return partial(self._is_left, unique, marks)
+
+    def _is_left(self, keys: Sequence[BlockKey], marks: Mapping[Level, int]) -> bool:
+        """Return whether a level that is still here owes one of these removals; see ``remove``."""
+        for start in range(0, len(keys), STEP):
+            part = keys[start : start + STEP]
+            with self.lock:
+                if any(level.owes(part, marks[level]) for level in self.levels if level in marks):
+                    return True
+        return False
 
     def clear(self, *, erase: bool = False) -> Iterator[object]:
         """Forget every block; ``erase`` has tiers overwrite what they keep.
@@ -181,7 +198,7 @@ class StackRemovals(StackSaves):
             for missed in self.away.values():
                 note_missed(missed, [salt])
             for lower in levels:
-                lower.purges.condemn(salt)
+                lower.condemn(salt)
                 if lower.tier.shared:
                     lower.purge(salt)
         try:

@@ -23,7 +23,7 @@ from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
 from kvladder.tiers.nixl.control import Dialled, Dialler
 from kvladder.tiers.nixl.curve import KeyRing
-from kvladder.tiers.nixl.line import Client, Line, greet
+from kvladder.tiers.nixl.line import Client, Connection, Line, greet
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
 from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load
 from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, Roster, listed, require_url, run_of
@@ -390,7 +390,7 @@ class NixlTier(Tier):
         if not up:
             return [False] * len(writes)  # there are only peers, which take no blocks
         if replaced := [write.key for write in writes if write.replace]:
-            await self._remove(replaced, up)
+            await _all([line.here.remove(replaced) for line in up])
         parts = self._parts((self._owner(write.key, up), n) for n, write in enumerate(writes))
         found = await self._each(parts, partial(self._put, writes))
         results = [False] * len(writes)
@@ -449,13 +449,8 @@ class NixlTier(Tier):
     async def remove(self, blocks: Sequence[Ref]) -> None:
         self._up()
         if blocks:  # from all servers, since the owner of a block may have changed
-            await self._remove([block.key for block in blocks], self._servers)
-
-    async def _remove(self, keys: Sequence[BlockKey], servers: Sequence[Line]) -> None:
-        async def removed(line: Line) -> None:
-            await line.here.remove(keys)
-
-        await _all(map(removed, servers))
+            keys = [block.key for block in blocks]
+            await _all(_writable(line, lambda far: far.remove(keys)) for line in self._servers)
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         up, keys = self._up(), [block.key for block in blocks]
@@ -486,15 +481,8 @@ class NixlTier(Tier):
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         self._up()
-
-        async def purged(line: Line) -> int:
-            if not line.here.writable:
-                raise TierError(
-                    f"{line.address} does not let this client remove blocks", temporary=False
-                )
-            return await line.here.purge(salt)
-
-        count = sum(await _all(map(purged, self._servers)))
+        purges = (_writable(line, lambda far: far.purge(salt)) for line in self._servers)
+        count = sum(await _all(purges))
         progress(count, count)
         return count
 
@@ -549,6 +537,13 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(answer, BaseException):
             raise answer
     return cast("list[T]", answers)
+
+
+async def _writable(line: Line, call: Callable[[Connection], Awaitable[T]]) -> T:
+    """Call a server; raise TierError if it is away, or lets this client remove nothing."""
+    if not line.here.writable:
+        raise TierError(f"{line.address} does not let this client remove blocks", temporary=False)
+    return await call(line.here)
 
 
 def _grouped(pairs: Iterable[tuple[Line, int]]) -> dict[Line, list[int]]:

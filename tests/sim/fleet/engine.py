@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from kvladder.arena import Slot
 from kvladder.hints.executor import HintExecutor
@@ -34,8 +34,10 @@ from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool, Mode
 from tests.kit.model import Replay
 from tests.sim.fleet.loop import FleetLoop, Process
-from tests.sim.fleet.model import SALTS, FleetModel
+from tests.sim.fleet.model import TIMEOUTS_S, FleetModel
 from tests.sim.fleet.serving import Planes, release
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 64
 ROOT = Path("/disk/kv")
@@ -49,7 +51,7 @@ class Request:
     """One request: loads a prefix, computes the rest, saves it."""
 
     name: int
-    salt: int
+    salt: str
     keys: list[BlockKey]
     priorities: list[int] | None
     session: str | None
@@ -60,6 +62,20 @@ class Request:
     filled: dict[Slot, tuple[BlockKey, bytes]] = field(
         default_factory=dict[Slot, tuple[BlockKey, bytes]]
     )
+
+
+class LatePool(InlinePool):
+    """Answers late, if the engine's disk is slow: perhaps exactly when a call's time is over."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
+        results = await super().run_all(calls, urgent=urgent)
+        if self._engine.disk_late_s:
+            await asyncio.sleep(self._engine.disk_late_s)
+        return results
 
 
 class Engine:
@@ -93,6 +109,8 @@ class Engine:
         self.disk = FakeDisk(Path("/disk"), ROOT, seed=random.randrange(1 << 30))
         self.is_disk_whole = True
         """False once written bytes were damaged: what finds that forgets the block."""
+        self.disk_late_s = 0.0
+        """Seconds after which each batch of calls to the disk is answered."""
         self.process: Process | None = None
         self.cache: SimCache
         self.requests: list[Request] = []
@@ -102,11 +120,18 @@ class Engine:
         self._checked: tuple[Process, int, int] | None = None
         """What ran, and what the model forbade, when everything here was checked."""
         self._ended: Counter[int] = Counter()
+        self._ended_calls: dict[asyncio.Task[Any], float] = {}
+        """Abandoned calls that have ended, and when that was first seen."""
 
     @property
     def is_up(self) -> bool:
         """True if it runs and is not stopped."""
         return self.process is not None and not self.process.is_stopped
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a request is not over, or a level has still something to write or to remove."""
+        return self.is_up and bool(self.requests or self.cache.stack.pending)
 
     # ---- opening and closing
 
@@ -114,7 +139,7 @@ class Engine:
         random = self.random
         breaker = BreakerSettings(random.choice((1, 3)), random.choice((1.0, 3.0)), 8.0)
         return LevelSettings(
-            calls=CallSettings(timeout_s=random.choice((0.8, 2.0)), breaker=breaker),
+            calls=CallSettings(timeout_s=random.choice(TIMEOUTS_S), breaker=breaker),
             queue_blocks=random.choice((2, 8, 64)),
             reads_max=random.choice((1, 4)),
             pipeline=PipelineSettings(codecs),
@@ -126,7 +151,7 @@ class Engine:
         files = FilesTier(
             FilesOptions(path=str(ROOT), segment=Size(4 * STRIDE)),
             disk=self.disk,
-            pool=InlinePool(),
+            pool=LatePool(self),
             log_slack_records=8,
             segments_min=2,
         )
@@ -225,15 +250,15 @@ class Engine:
 
     # ---- requests
 
-    def begin(self, salt: int, number: int, length: int, priority: int | None, who: int) -> None:
+    def begin(self, salt: str, number: int, length: int, priority: int | None, who: int) -> None:
         """A request arrives."""
         keys = self.model.prompt(salt, number, length)
         priorities = None
         if priority is not None:
             priorities = [max(0, priority - 5 * position) for position in range(length)]
-        session = None if who > 2 else f"{SALTS[salt]}-{who}-{self._ended[who]}"
+        session = None if who > 2 else f"{salt}-{who}-{self._ended[who]}"
         deadline_s = self.random.choice((0.0, 0.05, 3.0))
-        fetch = self.manager.fetch(keys, deadline_s=deadline_s, salt=SALTS[salt], session=session)
+        fetch = self.manager.fetch(keys, deadline_s=deadline_s, salt=salt, session=session)
         self._names += 1
         until_s = self.loop.time() + deadline_s
         self.requests.append(Request(self._names, salt, keys, priorities, session, fetch, until_s))
@@ -267,7 +292,7 @@ class Engine:
         save = self.manager.save(
             request.keys,
             priorities=request.priorities,
-            salt=SALTS[request.salt],
+            salt=request.salt,
             session=request.session,
             ttl_s=self.random.choice((None, None, None, None, 20.0)),
         )
@@ -291,7 +316,7 @@ class Engine:
         self.requests.remove(request)
         if request.session is not None:
             with suppress(ValueError):  # another request has ended it since
-                salt = SALTS[request.salt]
+                salt = request.salt
                 self.manager.sessions.use(request.session, [request.keys], salt)
 
     def _leave(self, request: Request) -> None:
@@ -304,19 +329,19 @@ class Engine:
         if self.requests:
             self._leave(self.requests.pop(number % len(self.requests)))
 
-    def cancel_all(self, salt: int) -> None:
+    def cancel_all(self, salt: str) -> None:
         """Cancel the requests of one salt."""
         for request in [one for one in self.requests if one.salt == salt]:
             self.requests.remove(request)
             self._leave(request)
 
-    def end_session(self, salt: int, who: int) -> None:
+    def end_session(self, salt: str, who: int) -> None:
         """End a session."""
         with suppress(ValueError):
-            self.manager.end_session(f"{SALTS[salt]}-{who}-{self._ended[who]}")
+            self.manager.end_session(f"{salt}-{who}-{self._ended[who]}")
             self._ended[who] += 1
 
-    def hint(self, salt: int, number: int, length: int, what: int) -> None:
+    def hint(self, salt: str, number: int, length: int, what: int) -> None:
         """Send a hint about a prompt."""
         keys = self.model.prompt(salt, number, length)
         verbs = ("pin", "retain", "prefetch", "demote", "share")
@@ -330,8 +355,8 @@ class Engine:
         action = {"action_id": "a", "action_type": verb, "action_version": "1"}
         envelope = {"protocol_version": "0.1", "message_id": str(self._names)}
         body = {**envelope, "actions": [{**action, "payload": payload}]}
-        request = OwnRequest(keys, SALTS[salt])
-        self.hints.apply(body, request=request, caller=SALTS[salt])
+        request = OwnRequest(keys, salt)
+        self.hints.apply(body, request=request, caller=salt)
 
     def begin_purge(self, salt: str) -> Generator[dict[str, int]]:
         """Begin to purge a salt; each step of the answer purges more."""
@@ -379,9 +404,22 @@ class Engine:
             assert len(level.index) <= level.capacity_blocks, f"{level.name} is too full"
             for key in level.index:
                 assert self.model.may_be_held(key), f"{level.name} has a block that was purged"
+        self._check_calls()
         for stats in (host.stats, *(level.stats for level in self.cache.levels)):
             assert not stats.task_failures, "a task died"
         self.events.check()
+
+    def _check_calls(self) -> None:
+        """Check that no abandoned call has ended without its level being told."""
+        process, now_s = self.process, self.loop.time()
+        assert process is not None
+        calls = (call for level in self.cache.levels for call in level.client._behind)
+        self._ended_calls = {
+            call: self._ended_calls.get(call, now_s) for call in calls if call.done()
+        }
+        for since_s in self._ended_calls.values():
+            is_late = process.is_stopped or since_s <= process.resumed_s
+            assert is_late or now_s < since_s + 1.0, "the end of an abandoned call was not told"
 
     def check_quiet(self) -> None:
         """Check that nothing is pending and no slot is lost, after the last fault."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvladder.tiers.label import LABEL_BYTES, told
 from tests.kit.disk import MODES
+from tests.sim.fleet.model import TIMEOUTS_S
 from tests.sim.fleet.mooncake import NODES
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def engine_dies(fleet: Fleet, a: int, b: int) -> Injected:
     engine = _pick([one for one in fleet.engines if one.process is not None], a)
     if engine is None:
         return None
-    fleet._again()
+    fleet.purging.again(engine)
     engine.kill("keep")
     return partial(fleet._reopen, engine), engine.machine
 
@@ -143,7 +144,7 @@ def power_cut(fleet: Fleet, a: int, b: int) -> Injected:
         engine.disk.crash_at = engine.disk.calls + 1 + b % 5
         return None, engine.machine
     mode = MODES[b // 2 % len(MODES)]
-    fleet._again()
+    fleet.purging.again(engine)
     engine.kill(mode)
     return partial(fleet._reopen, engine), f"{engine.machine} {mode}"
 
@@ -179,11 +180,11 @@ def bucket_dies(fleet: Fleet, a: int, b: int) -> Injected:
 
 
 def redis_refuses(fleet: Fleet, a: int, b: int) -> Injected:
-    """A node of the cluster takes no writes."""
+    """A node of the cluster obeys no writes, or nothing at all, or only frees memory."""
     if fleet.redis is None:
         return None
     node = _pick(fleet.redis.nodes, a)
-    node.trouble = ("full", "busy")[b % 2]
+    node.trouble = ("full", "busy", "unsaved")[b % 3]
     return partial(setattr, node, "trouble", ""), f"{node.machine} {node.trouble}"
 
 
@@ -238,6 +239,17 @@ def disk_full(fleet: Fleet, a: int, b: int) -> Injected:
     engine: Engine = _pick(fleet.engines, a)
     engine.disk.capacity_bytes = sum(engine.disk.files().values()) + 4096 * (b % 4)
     return partial(setattr, engine.disk, "capacity_bytes", None), engine.machine
+
+
+def disk_slow(fleet: Fleet, a: int, b: int) -> Injected:
+    """An engine's disk answers late, or exactly when the time of a call is over."""
+    engine: Engine = _pick(fleet.engines, a)
+    engine.disk_late_s = TIMEOUTS_S[0]
+    if b % 4 == 0:
+        engine.disk_late_s = 0.05
+    elif engine.process is not None:
+        engine.disk_late_s = engine.cache.levels[0].client.settings.timeout_s
+    return partial(setattr, engine, "disk_late_s", 0.0), f"{engine.machine} {engine.disk_late_s} s"
 
 
 def bit_flips(fleet: Fleet, a: int, b: int) -> Injected:
@@ -324,7 +336,25 @@ FAULTS: dict[str, Fault] = {
     "mooncake: full": partial(_mooncake, "is_full"),
     "disk: calls fail": disk_fails,
     "disk: full": disk_full,
+    "disk: slow": disk_slow,
     "disk: a bit flips": bit_flips,
     "clock: jumps": clock_jumps,
     "store: a block is damaged": damage,
 }
+TROUBLE_S = 6.0
+
+
+def trouble(fleet: Fleet, store: str, a: int) -> None:
+    """Inject a fault by which a store cannot do all that a purge asks of it."""
+    is_other = a // 4 % 4 == 0
+    if store == "redis" and fleet.redis is not None:
+        for number, node in enumerate(fleet.redis.nodes):
+            if node.slots:
+                fleet.fault("redis: node refuses writes", number, 1 + is_other, TROUBLE_S)
+    elif store == "server":
+        number = len(fleet.engines) + a % len(fleet.servers)
+        fleet.fault("network: machine isolated", number, 0, TROUBLE_S)
+    elif store == "object":
+        fleet.fault(f"object: store {'stopped' if is_other else 'away'}", 0, 0, TROUBLE_S)
+    else:
+        fleet.fault(f"mooncake: {'calls hang' if is_other else 'master away'}", 0, 0, TROUBLE_S)

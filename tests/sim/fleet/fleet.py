@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -22,12 +21,13 @@ from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
 from kvladder.units import Duration, Size
 from tests.sim.fleet.engine import BLOCK_BYTES, Engine, MakeTier
-from tests.sim.fleet.faults import FAULTS
+from tests.sim.fleet.faults import FAULTS, trouble
 from tests.sim.fleet.loop import FleetLoop
-from tests.sim.fleet.model import LENGTH, SALTS, FleetModel
+from tests.sim.fleet.model import ALONE, LENGTH, SALTS, FleetModel
 from tests.sim.fleet.mooncake import Objects, SimMooncakeTier
 from tests.sim.fleet.net import Net
 from tests.sim.fleet.objects import Bucket, SimObjectTier
+from tests.sim.fleet.purging import Purging
 from tests.sim.fleet.redis import RedisCluster
 from tests.sim.fleet.serving import Planes, Server, SimNixlTier
 
@@ -36,6 +36,8 @@ QUOTA = QuotaOptions(tenant=Size(12 * (LABEL_BYTES + BLOCK_BYTES)), recount=Dura
 DRAIN_S = 40.0
 """Simulated seconds within which a healthy fleet has nothing left to do."""
 TRIES = 8
+FIRST_AND_LONG = 6 * LENGTH - 1
+"""The number of a request with the highest priority and the most blocks."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,7 @@ class Fleet:
         self._right: dict[bytes, int] = {}
         """Stored blocks that were right when the model had forbidden so much."""
         self._due: list[tuple[float, Any]] = []
-        self._purge: dict[Engine, Generator[Any] | None] | None = None
-        self._purged = 0
-        """The salt that is being purged: no request uses it meanwhile."""
-        self._by_keys = False
-        self._purged_keys: list[BlockKey] = []
-        self.purges = 0
+        self.purging = Purging(self.model, self.note)
         self.undone = 0
         """Removals that a fail-over of Redis took back."""
         self._open(seed)
@@ -156,13 +153,19 @@ class Fleet:
 
     def serve(self, a: int, b: int, c: int) -> None:
         """A request arrives at an engine."""
-        engine, salt = self._engine(a), b % len(SALTS)
-        if engine is None or engine.process is None or self._is_purged(salt):
+        self._serve(self._engine(a), SALTS[b % len(SALTS)], b, c)
+
+    def serve_alone(self, a: int, b: int, c: int) -> None:
+        """A request arrives with the salt that one engine uses."""
+        self._serve(self._engine(0), ALONE, b, c)
+
+    def _serve(self, engine: Engine | None, salt: str, b: int, c: int) -> None:
+        if engine is None or engine.process is None or salt == self.purging.salt:
             return
         priority = (None, None, 0, 35, 60, 80)[c % 6]
         length, who = 1 + c // 6 % LENGTH, c // 36 % 6
         engine.process.run(engine.begin, salt, b // 3 % 8, length, priority, who)
-        self.note(f"serve {engine.machine} {b} {c}")
+        self.note(f"serve {engine.machine} {salt} {b} {c}")
 
     def cancel(self, a: int, b: int, c: int) -> None:
         """Cancel a request."""
@@ -171,14 +174,14 @@ class Fleet:
 
     def hint(self, a: int, b: int, c: int) -> None:
         """A hint arrives at an engine."""
-        engine, salt = self._engine(a), b % len(SALTS)
-        if engine is not None and engine.process is not None and not self._is_purged(salt):
+        engine, salt = self._engine(a), SALTS[b % len(SALTS)]
+        if engine is not None and engine.process is not None and salt != self.purging.salt:
             engine.process.run(engine.hint, salt, b // 3 % 8, 1 + c % LENGTH, c // 7)
 
     def end_session(self, a: int, b: int, c: int) -> None:
         """A session ends at an engine."""
         if (engine := self._engine(a)) is not None and engine.process is not None:
-            engine.process.run(engine.end_session, b % len(SALTS), c % 3)
+            engine.process.run(engine.end_session, SALTS[b % len(SALTS)], c % 3)
 
     def advance(self, a: int, b: int, c: int) -> None:
         """Time passes."""
@@ -189,7 +192,7 @@ class Fleet:
 
     def new_weights(self, a: int, b: int, c: int) -> None:
         """All engines get other weights: the same prompts are other blocks from now on."""
-        if self._purge is None:
+        if self.purging.salt is None:
             self.model.weights += 1
             self.note("new weights")
 
@@ -199,67 +202,58 @@ class Fleet:
         hangs = self.mooncake is not None and self.mooncake.hanging  # only a kill ends such calls
         if engine.is_up and not hangs:
             self.note(f"upgrade {engine.machine}")
-            self._again()
+            self.purging.again(engine)
             engine.close()
             engine.open()
 
-    # ---- purges on all engines
-
-    def _is_purged(self, salt: int) -> bool:
-        return self._purge is not None and salt == self._purged
+    # ---- purges
 
     def purge(self, a: int, b: int, c: int) -> None:
         """Requests of one salt end, and every engine purges it, now or when it runs again.
 
         One purge in three removes the salt's blocks by their keys instead.
         """
-        if self._purge is None:
-            self._by_keys = b % 3 == 0
-            self._purged = salt = 1 + a % (len(SALTS) - 1)
-            for engine in self.engines:
-                if engine.process is not None:
-                    engine.process.run(engine.cancel_all, salt)
-            self._purged_keys = self.model.of_salt(SALTS[salt])
-            self.model.purging(self._purged_keys)
-            self._purge = dict.fromkeys(self.engines)
-            self.note(f"purge {SALTS[salt]}")
+        if self.purging.salt is None:
+            self.purging.begin(SALTS[1 + a % (len(SALTS) - 1)], self.engines, by_keys=b % 3 == 0)
 
-    def _again(self) -> None:
-        """Begin a purge anew on all engines, as one ends, and may have written meanwhile."""
-        if self._purge is not None:
-            self._let_go()
-            self._purge = dict.fromkeys(self.engines)
+    def purge_alone(self, a: int, b: int, c: int) -> None:
+        """The one engine that uses its salt purges it, or removes its blocks by their keys.
 
-    def _let_go(self) -> None:
-        """End the steps of a purge, in the engines that run: the rest is done at once."""
-        for engine, steps in (self._purge or {}).items():
-            if steps is not None and engine.process is not None:
-                engine.process.run(steps.close)
-
-    def _purge_on(self) -> None:
-        """Let each engine take a step of its purge."""
-        if self._purge is None:
+        Before that it stores some, and in half of all cases it begins again and does not know them
+        any more. In three of four cases a store has a fault then, mostly known to the engine.
+        """
+        if self.purging.salt is not None:
             return
-        is_done = True
-        for engine, steps in [*self._purge.items()]:
-            if not engine.is_up:
-                is_done = False
-                continue
-            assert engine.process is not None
-            if steps is None and engine.hints.counts()["in_flight"]:
-                is_done = False  # a hint of before may still read
-                continue
-            if steps is None:
-                salt = SALTS[self._purged]
-                begin = engine.begin_removal if self._by_keys else engine.begin_purge
-                steps = self._purge[engine] = begin(salt)
-            ended = engine.process.run(next, steps, None) is None
-            is_done &= ended and not engine.manager.removals
-        if is_done:
-            self.model.purged(self._purged_keys)
-            self._purge = None
-            self.purges += 1
-            self.note("purged")
+        for number in range(3):
+            self._serve(self._engine(0), ALONE, b + 3 * number, FIRST_AND_LONG)
+        for _ in range(16):
+            if not self.engines[0].is_busy:
+                break
+            self._let(0.25)
+        if b // 2 % 2:
+            self.upgrade(0, 0, 0)
+        if b // 4 % 4:
+            trouble(self, self.knobs.stores[c % len(self.knobs.stores)], a)
+            for _ in range((0, 4, 8)[a % 3]):
+                self._let(0.5)
+        self.purging.begin(ALONE, self.engines[:1], by_keys=b % 2 == 0)
+
+    def _let(self, seconds: float) -> None:
+        """Let time pass, with all that a step's end does."""
+        self._sleep(seconds)
+        self.poll()
+        self.check()
+
+    def _check_purges(self) -> None:
+        """Check that a purge of each store, which has a fault, ends well when the fault is over."""
+        for number, _ in enumerate(self.knobs.stores):
+            a, b = self.random.randrange(1 << 16), self.random.randrange(4) + 4
+            self.purge_alone(a, b, number)
+            for _ in range(120):
+                if self.purging.salt is None:
+                    break
+                self._let(0.5)
+            assert self.purging.salt is None, "a purge never ends, though the store works again"
 
     # ---- faults: a kind each, applied to one target
 
@@ -303,10 +297,10 @@ class Fleet:
                 self._crash(engine, "drop")
             if engine.is_up:
                 engine.poll()
-        self._purge_on()
+        self.purging.go_on()
 
     def _crash(self, engine: Engine, mode: Any) -> None:
-        self._again()
+        self.purging.again(engine)
         engine.kill(mode)
         self._due.append((self.loop.time() + 2.0, partial(self._reopen, engine)))
 
@@ -357,13 +351,11 @@ class Fleet:
         """Repair everything: then everything answers, is used again, and nothing has leaked."""
         self.heal()
         for _ in range(400):
-            if not any(engine.requests for engine in self.engines) and self._purge is None:
+            if not any(engine.requests for engine in self.engines) and self.purging.salt is None:
                 break
-            self._sleep(0.25)
-            self.poll()
-            self.check()
+            self._let(0.25)
         assert not any(engine.requests for engine in self.engines), "a request never ends"
-        assert self._purge is None, "a purge never ends"
+        assert self.purging.salt is None, "a purge never ends"
         self._sleep(DRAIN_S)
         self.poll()
         self.check()
@@ -375,6 +367,7 @@ class Fleet:
             counts = server.offers.counts()
             assert not counts["pinned"] + counts["granted"], f"{server.machine} holds slots"
             assert counts["sessions"] == len(self.engines), f"{server.machine} lost its clients"
+        self._check_purges()  # last: its faults break connections, and it starts an engine again
         self.close()
 
     def heal(self) -> None:
@@ -382,6 +375,7 @@ class Fleet:
         for engine in self.engines:  # first: what follows lets engines run
             engine.disk.refuse = lambda _call, _path: 0
             engine.disk.capacity_bytes = engine.disk.crash_at = None
+            engine.disk_late_s = 0.0
         for engine in self.engines:
             if not engine.disk.has_power:
                 self._crash(engine, "drop")
@@ -447,7 +441,7 @@ class Fleet:
     def _is_shared(self, writer: Engine, reader: Engine, level: str, attempt: int) -> bool:
         """Save a new prompt at one engine, and fetch it at another one from one level."""
         self.model.weights += 1
-        keys = self.model.prompt(0, 0, 3)
+        keys = self.model.prompt("", 0, 3)
         assert writer.process is not None
         assert reader.process is not None
         fetch = self._served(writer, keys, None)
@@ -502,7 +496,7 @@ class Fleet:
     def dispose(self) -> None:
         """Give back the real resources of a fleet that failed."""
         if not self.loop.is_closed():
-            self._let_go()
+            self.purging.let_go()
             for engine in self.engines:
                 engine.kill()
             for server in self.servers:

@@ -10,7 +10,12 @@ from kvladder.keys import BlockKey
 from kvladder.testing.stacks import SimCache
 
 SALTS = ("", "one", "two")
+"""Salts that all engines use."""
+ALONE = "alone"
+"""A salt that one engine uses: no purge by another engine makes good what its own leaves out."""
 LENGTH = 6
+TIMEOUTS_S = (0.8, 2.0)
+"""Timeouts of calls to tiers; each level has one of them."""
 PROMPTS = 8
 
 
@@ -35,11 +40,12 @@ class FleetModel:
         """Number of purges that have completed: what was right may be wrong since the last one."""
         self._known: dict[bytes, tuple[BlockKey, int]] = {}
 
-    def prompt(self, salt: int, number: int, length: int) -> list[BlockKey]:
+    def prompt(self, salt: str, number: int, length: int) -> list[BlockKey]:
         """Return the keys of a prompt under the weights of now; many share a prefix."""
-        path = [self.weights, salt, number & 1, number >> 1 & 1, number >> 2, 0, 0, 0]
+        place = [*SALTS, ALONE].index(salt)
+        path = [self.weights, place, number & 1, number >> 1 & 1, number >> 2, 0, 0, 0]
         keys = SimCache.keys(*path)[2 : 2 + length]
-        self.salts.update(dict.fromkeys(keys, SALTS[salt]))
+        self.salts.update(dict.fromkeys(keys, salt))
         return keys
 
     def payload(self, key: BlockKey) -> bytes:

@@ -26,6 +26,8 @@ WORK = {
     "upgrade": (0.5, 1, 4),
     "new_weights": (0, 0.3, 1),
     "mend": (0, 6),
+    "serve_alone": (0, 4),
+    "purge_alone": (0.5, 2, 8),
 }
 """How frequent the other steps are; each world has one of the numbers."""
 DENSITIES = {"quiet": 0.05, "light": 0.15, "mixed": 0.3, "dense": 0.55, "storm": 0.85}

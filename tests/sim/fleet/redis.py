@@ -28,7 +28,6 @@ NODE_TIMEOUT_S = 2.0
 """Seconds for which a primary must be away before a replica takes over."""
 TICK_S = 0.5
 VALUE_MAX = 1 << 20
-ERRORS = {"full": "OOM command not allowed when used memory > 'maxmemory'", "busy": "BUSY busy"}
 Value = tuple[Any, float | None]
 """A stored value, and the loop time at which it expires."""
 
@@ -50,7 +49,7 @@ class Node:
         self.away_s = 0.0
         """Loop time since which the others do not reach it."""
         self.trouble = ""
-        """The error of each write: ``full`` or ``busy``."""
+        """Why it refuses some commands: a name in ``REFUSED``."""
 
     @property
     def is_up(self) -> bool:
@@ -128,24 +127,19 @@ class Session(asyncio.Protocol):
         call: Callable[..., Any] | None = getattr(self, "do_" + name.decode().lower(), None)
         if call is None:
             return Exception(f"ERR unknown command '{name.decode()}'")
-        if name in KEYED:
-            refusal = self._refusal(rest[0], is_write=name in WRITES)
-            if refusal is not None:
-                return refusal
+        if name in KEYED and (refusal := self._refusal(name, rest[0])) is not None:
+            return refusal
         return call(*rest)
 
-    def _refusal(self, key: bytes, *, is_write: bool) -> Exception | None:
-        """Return why this node does not serve a key."""
-        node, cluster = self.node, self.node.cluster
-        slot = key_slot(key)
-        owner = cluster.owner(slot)
-        if owner is not node:
+    def _refusal(self, name: bytes, key: bytes) -> Exception | None:
+        """Return why this node does not obey a command about a key."""
+        node, cluster, slot = self.node, self.node.cluster, key_slot(key)
+        if (owner := cluster.owner(slot)) is not node:
             return Exception(f"MOVED {slot} {owner.machine}:{PORT}")
         if cluster.is_cut_off(node):
             return Exception("CLUSTERDOWN The cluster is down")
-        if is_write and node.trouble:
-            return Exception(ERRORS[node.trouble])
-        return None
+        error, commands = REFUSED.get(node.trouble, ("", set[bytes]()))
+        return Exception(error) if name in commands else None
 
     # ---- commands without a key
 
@@ -234,7 +228,12 @@ class Session(asyncio.Protocol):
 
 
 KEYED = {b"GETRANGE", b"STRLEN", b"SET", b"UNLINK", b"HINCRBY", b"HGETALL", b"HDEL"}
-WRITES = {b"SET", b"HINCRBY"}
+REFUSED = {
+    "full": ("OOM command not allowed when used memory > 'maxmemory'", {b"SET", b"HINCRBY"}),
+    "unsaved": ("MISCONF Errors writing to the AOF", KEYED - {b"GETRANGE", b"STRLEN", b"HGETALL"}),
+    "busy": ("BUSY busy", KEYED),
+}
+"""The error of a node in trouble, and for which commands: without memory it still removes."""
 
 
 def store(data: dict[bytes, Value], key: bytes, value: Value | None) -> None:

@@ -207,6 +207,16 @@ class TierClient(GuardedCalls):
         answer = await self.call("remove", purging, lambda: None, timeout_s=timeout_s)
         return None if answer.results is None else (done, following)
 
+    async def sync(self) -> bool:
+        """Have a durable tier make removals survive a power cut; return whether it did."""
+
+        async def syncing() -> Sequence[bool]:
+            await self.tier.sync()
+            return ()
+
+        answer = await self.call("remove", syncing, lambda: None)
+        return answer.results is not None
+
     async def survey(self, salt: bytes | None, take: Callable[[Sequence[BlockKey]], object]) -> str:
         """Give ``take`` the blocks of a salt, None for all, that lie on the medium now.
 

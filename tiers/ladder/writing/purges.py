@@ -1,4 +1,4 @@
-"""Purges of a level's tier, and what was removed while it was not open."""
+"""Purges of a level's tier, what was removed while it was not open, and what it has to sync."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class PurgeQueue:
     """Queues salts, None for everything: a tier removes or erases their blocks, one salt at a time.
 
     A shared tier is purged at once. Another one erases when all removals have ended: not while
-    ``busy`` says that removals, or calls that may write, are left. The stack's lock is held around
-    every call.
+    ``busy`` says that removals, or calls that may write, are left. After removals by a user a
+    durable tier also has to sync, or a power cut would bring their blocks back. The stack's lock is
+    held around every call.
     """
 
     def __init__(self, client: TierClient, stats: LevelStats, *, busy: Callable[[], bool]) -> None:
@@ -34,9 +35,13 @@ class PurgeQueue:
         """Purges while the tier was not open, of blocks that could not be named then."""
         self.doubts = 0
         """Number of purges that have still to look which of their blocks a shared tier has."""
+        self.removals = 0
+        """Number of times that a user removed blocks."""
+        self._synced = 0
+        """How many of these survive a power cut."""
 
     def __len__(self) -> int:
-        return len(self._todo) + self.doubts
+        return len(self._todo) + self.doubts + self._is_unsynced
 
     def filter(self, keeps: Filter) -> None:
         """Have the level not hold those blocks that ``keeps`` refuses, if the tier is not open."""
@@ -49,10 +54,12 @@ class PurgeQueue:
         self.filters.clear()
 
     def condemn(self, *removed: BlockKey | bytes | None) -> None:
-        """Note what is removed while the tier is not open: keys, salts, or None for everything.
+        """Note what a user removes: keys, salts, or None for everything.
 
-        The level does not hold such blocks when the tier opens and recovers them.
+        The tier has to sync after it. If it is not open now, the level does not hold such blocks
+        when the tier opens and recovers them.
         """
+        self.removals += bool(removed)
         if self._client.absent:
             self.missed.update(removed)
 
@@ -73,6 +80,24 @@ class PurgeQueue:
         """The purge that may run now and the place where it continues, or None."""
         is_due = self._client.tier.shared or not (self._erases_later or self._busy())
         return self._todo[0] if self._todo and is_due else None
+
+    @property
+    def _is_unsynced(self) -> bool:
+        return self.owes_sync(self.removals)
+
+    def owes_sync(self, removals: int) -> bool:
+        """Return whether the tier has still to sync the first ``removals``."""
+        tier = self._client.tier
+        return tier.durable and not tier.shared and self._synced < removals
+
+    @property
+    def sync_due(self) -> bool:
+        """True if the tier has to sync now: all removals by users have reached it."""
+        return self._is_unsynced and not self._busy()
+
+    def synced(self, removals: int) -> None:
+        """Note that the tier has synced, when users had removed blocks so many times."""
+        self._synced = removals
 
     def done(self, blocks: int, following: int | None) -> None:
         """End a step of the first purge, in which ``blocks`` were purged.

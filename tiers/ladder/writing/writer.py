@@ -98,15 +98,24 @@ class Writer:
         await self._purge()
 
     async def _purge(self) -> None:
-        """Run a step of the purge that is due; a step that fails is still due."""
+        """Sync if that is due, and run a step of the purge that is due; what fails is still due."""
+        purges = self._level.purges
         with self._lock:
-            purge = self._level.purges.next
+            purge, removals, is_due = purges.next, purges.removals, purges.sync_due
+        syncs = purge is not None and purge[1] == 0 and self._level.tier.erases
+        if is_due and not syncs:
+            if not await self._client.sync():
+                return
+            with self._lock:
+                purges.synced(removals)
         if purge is None:
             return
         done = await self._client.purge(*purge)
         if done is not None:
             with self._lock:
-                self._level.purges.done(*done)
+                purges.done(*done)
+                if is_due and syncs:
+                    purges.synced(removals)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget these blocks; if it fails, they are queued again."""
