@@ -195,6 +195,7 @@ class Engine:
         assert not self.disk.open_fds, f"{self.machine} leaves files open"
         mine = [end for end in self.planes.net.ends if end.process is process]
         assert not mine, f"{self.machine} leaves connections behind"
+        assert not self.planes.of(process), f"{self.machine} leaves agents behind"
         self._end(process)
         process.is_over = True
 

@@ -60,9 +60,13 @@ class Planes:
         self.every[plane.metadata] = plane
         return plane
 
+    def of(self, process: Process) -> list[Plane]:
+        """Return the agents of a process."""
+        return [plane for plane in self.every.values() if plane.process is process]
+
     def gone(self, process: Process) -> None:
         """End the agents of a dead process: none of their writes arrives any more."""
-        for plane in [plane for plane in self.every.values() if plane.process is process]:
+        for plane in self.of(process):
             plane.is_alive = False
             self.every.pop(plane.metadata, None)
 
@@ -329,9 +333,15 @@ class Server:
         """End the server in order; assert that no client holds anything any more."""
         if self.process is None:
             return
-        loop = self.planes.loop
-        loop.run_until_complete(self.process.run(loop.create_task, self._aclose()))
-        self.planes.net.gone(self.process)
+        loop, process = self.planes.loop, self.process
+        assert not self.peers, "a client's connection outlasts it"
+        loop.run_until_complete(process.run(loop.create_task, self._aclose()))
+        left = [task.get_name() for task in process.tasks]
+        assert not left, f"{self.machine} leaves tasks behind: {sorted(left)}"
+        assert not self.planes.of(process), f"{self.machine} leaves agents behind"
+        self.planes.net.gone(process)
+        process.is_alive = False
+        process.is_over = True
         self.process = None
 
     async def _aclose(self) -> None:
