@@ -70,6 +70,12 @@ class Process:
         self._tasks = [task for task in self._tasks if not task.done()]
         return [*self._tasks]
 
+    @property
+    def timers(self) -> list[str]:
+        """What it has set timers for that are not due yet."""
+        found: list[Any] = [timer for timer in self._loop._scheduled if not timer.cancelled()]
+        return sorted(repr(timer) for timer in found if timer._context.get(HERE) is self)
+
     def owns(self, task: asyncio.Task[Any]) -> None:
         """Count a new task as this process's; one that a dead process begins does nothing."""
         self._tasks.append(task)
