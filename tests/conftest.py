@@ -6,6 +6,7 @@ default), ``ci`` (more, the same each time) or ``night`` (many).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -99,8 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Watch())
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries report as leaked what collecting tests has made
+# at the very end, or libraries report as leaked what collecting tests has made; not before pytest's
+# own collections, which would visit all of it once more
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)

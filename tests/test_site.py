@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from functools import cache
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,16 +24,22 @@ settings: Any = script("settings")
 drawings: Any = script("drawings")
 command_line: Any = script("commands")
 jsonschema: Any = importlib.import_module("jsonschema")
-SCHEMA = settings.whole()
 OF_USERS = {"stack.yaml"}
 """Files that a page has its reader make."""
 _LINK = re.compile(r"\]\([^)]*\)")
 HOST = "tiers: [{type: host}, "
 
 
+@cache
+def schema() -> dict[str, Any]:
+    """Return the schema of a stack; making it takes longer than most of these tests."""
+    found: dict[str, Any] = settings.whole()
+    return found
+
+
 def wrong(text: str) -> list[str]:
     """Return the schema's errors for a stack."""
-    checker = jsonschema.Draft7Validator(SCHEMA)
+    checker = jsonschema.Draft7Validator(schema())
     return [error.message for error in checker.iter_errors(yaml.safe_load(text))]
 
 
@@ -122,11 +129,12 @@ def test_every_setting_has_a_description() -> None:
 
 
 def test_the_schema_is_valid_and_has_every_section_tier_and_codec() -> None:
-    jsonschema.Draft7Validator.check_schema(SCHEMA)
-    assert {*keys_of(Sections), "tiers"} < set(SCHEMA["properties"])
-    assert {f"tier-{name}" for name in BUILT_IN["tiers"]} < set(SCHEMA["$defs"])
-    assert {f"codec-{name}" for name in BUILT_IN["codecs"]} < set(SCHEMA["$defs"])
-    assert json.loads(settings.SCHEMA.read_text()) == SCHEMA
+    found = schema()
+    jsonschema.Draft7Validator.check_schema(found)
+    assert {*keys_of(Sections), "tiers"} < set(found["properties"])
+    assert {f"tier-{name}" for name in BUILT_IN["tiers"]} < set(found["$defs"])
+    assert {f"codec-{name}" for name in BUILT_IN["codecs"]} < set(found["$defs"])
+    assert json.loads(settings.SCHEMA.read_text()) == found
 
 
 @pytest.mark.parametrize("text", list(configurations()))

@@ -46,7 +46,15 @@ class CallBatch(Generic[T]):
         """True if no caller waits for the batch any more: calls not begun yet do nothing."""
         self._results: list[T | None] = [None] * len(calls)
         self._error: BaseException | None = None
-        self.tasks = [partial(self._do, number, call) for number, call in enumerate(calls)]
+        self._calls = calls
+
+    @property
+    def tasks(self) -> list[Callable[[], None]]:
+        """The calls in a form that raises nothing.
+
+        The batch keeps none of them: results would then stay until cycles are collected.
+        """
+        return [partial(self._do, number, call) for number, call in enumerate(self._calls)]
 
     def _do(self, number: int, call: Callable[[], T]) -> None:
         try:
@@ -68,10 +76,14 @@ class CallBatch(Generic[T]):
             self.ended.set_result(None)
 
     def results(self) -> list[T]:
-        """Return the results of all calls, or raise the first error; only once all have ended."""
-        if self._error is not None:
-            raise self._error
-        return cast("list[T]", self._results)
+        """Return the results of all calls, or raise the first error; once, when all have ended."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return cast("list[T]", self._results)
+        finally:
+            del error  # its traceback has this frame
 
 
 class _Waiting(NamedTuple):

@@ -43,7 +43,7 @@ from kvladder.tiers.nixl.messages import (
     frame,
     request,
 )
-from kvladder.tiers.nixl.plane import NixlPlane, Plane, load
+from kvladder.tiers.nixl.plane import NixlPlane, Plane, load, made
 from kvladder.tiers.nixl.pump import doze
 
 PATIENCE = 2
@@ -381,7 +381,8 @@ async def exporting(
     """
     await run_blocking(load)
     ring = KeyRing(keys, say)
-    plane = partial(run_blocking, partial(NixlPlane, offers.arena, transports, interfaces))
+    make = partial(NixlPlane, offers.arena, transports, interfaces)
+    plane = partial(made, run_blocking, make)
     (await plane()).destroy()  # fails now rather than at the first client
     with ExitStack() as undo:
         exporter = Exporter(offers, plane, lambda to, data: listener.send(to, data))

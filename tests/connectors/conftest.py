@@ -22,14 +22,26 @@ def sglang_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let SGLang's weights be as at the start of a process, whatever earlier tests did to them.
 
     Objects frozen before a test count as not frozen. A search for SGLang's objects would visit a
-    million of them: collecting tests made and froze these, so the model is made again.
+    million of them: collecting tests made and froze these, so the model is made again. Python would
+    count all of them one by one, so it is only noted whether a test freezes some.
     """
     stub = sys.modules.get("tests.connectors.sglang_stub")
     if stub is None:
         return
     vars(stub)["target"] = stub.ModelRunner()
-    count, before = gc.get_freeze_count, gc.get_freeze_count()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() - before)
+    freeze, unfreeze, frozen = gc.freeze, gc.unfreeze, list[bool]()
+
+    def freezing() -> None:
+        freeze()
+        frozen.append(True)
+
+    def unfreezing() -> None:
+        unfreeze()
+        frozen.clear()
+
+    monkeypatch.setattr(gc, "freeze", freezing)
+    monkeypatch.setattr(gc, "unfreeze", unfreezing)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: len(frozen))
     storage = sys.modules.get("kvladder.connectors.sglang.storage")
     if storage is not None:
         stub.forget_watches(monkeypatch)

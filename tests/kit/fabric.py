@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
 from kvladder.export.exporter import Exporter
 from kvladder.export.offers import HAVE, REFUSED, Pinned, Surveyed
 from kvladder.keys import Namespace
+from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.label import Facts, told
 from kvladder.tiers.nixl.line import Client
-from kvladder.tiers.nixl.plane import Area, area_of
+from kvladder.tiers.nixl.plane import Area, Plane, area_of, made
 
 Mangle = Callable[[bytes], Sequence[bytes]]
 
 
 def nap() -> None:
     """Let the loop run in place of a sleep in simulated time."""
+
+
+async def late_thread(seconds: float, function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """Run a blocking call as a slow thread does: it ends even if no caller waits for it."""
+
+    async def running() -> Any:
+        await asyncio.sleep(seconds)
+        return function(*arguments)
+
+    return await inline_blocking(running)
 
 
 class FakePlane:
@@ -260,17 +272,26 @@ class Fabric:
     to_far: Mangle = lambda data: [data]
     to_near: Mangle = lambda data: [data]
     planes: list[FakePlane] = field(default_factory=list[FakePlane])
+    own: list[FakePlane] = field(default_factory=list[FakePlane])
+    """Those of the far end."""
     controls: dict[bytes, FakeControl] = field(default_factory=dict[bytes, FakeControl])
 
     def __post_init__(self) -> None:
         self._numbers = count()
         self._due: deque[Callable[[], object]] = deque()
-        self.exporter = Exporter(self.offers, self._plane, self._to_client, nap=nap)
+        self.exporter = Exporter(
+            self.offers, self.maker(self.offers.arena, self.own), self._to_client, nap=nap
+        )
         self._running = asyncio.get_running_loop().create_task(self.exporter.run())
 
-    async def _plane(self) -> FakePlane:
-        await asyncio.sleep(0.5)
-        return FakePlane(self, self.offers.arena)
+    def maker(self, arena: Arena, owner: list[FakePlane]) -> Callable[[], Awaitable[Plane]]:
+        """Return what makes an agent over an arena, in a thread that takes half a second."""
+
+        def make() -> FakePlane:
+            owner.append(FakePlane(self, arena))
+            return owner[-1]
+
+        return partial(made, partial(late_thread, 0.5), make)
 
     def later(self, function: Callable[..., object], *arguments: object) -> None:
         """Deliver a call after a delay, in the order of arrival."""
@@ -297,18 +318,15 @@ class Fabric:
 
     def client(self, arena: Arena, *, block_bytes: int, timeout_s: float | None = None) -> Client:
         """Return the shared settings of a client's connections."""
-
-        async def plane() -> FakePlane:
-            await asyncio.sleep(0.5)
-            return FakePlane(self, arena)
-
-        return Client(Namespace(bytes(range(32))), block_bytes, plane, timeout_s, nap)
+        make = self.maker(arena, [])
+        return Client(Namespace(bytes(range(32))), block_bytes, make, timeout_s, nap)
 
     async def aclose(self) -> None:
-        """End it: nothing is held."""
+        """End it: nothing is held, and no agent is left at this end."""
         await self.exporter.aclose()
         self._running.cancel()
         await asyncio.wait({self._running})
         self.offers.check()
+        assert not any(plane.is_alive for plane in self.own), "an agent is left"
         self.offers.forget({*self.offers.blocks})
         assert self.offers.arena.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from tests.kit import mutants
 from tests.kit.mutants import Copy, Fault
 from tests.kit.source import ROOT
 
-FAULTS = [*mutants.of_rooms(), *mutants.of_seeds()]
 ROOMS = {
     "changing", "children", "codecs", "config", "connectors", "control", "export", "files",
     "forgetting", "gpu", "hints", "isolated", "ladder", "mooncake", "nixl", "object", "policy",
@@ -23,15 +23,21 @@ KEYS = "tests/unit/test_keys.py::test_a_block_without_tokens_is_refused"
 LEAST = Fault("keys", "", "kvladder/keys.py", "if block_tokens < 1:", "if block_tokens < 0:", KEYS)
 
 
+@cache
+def faults() -> list[Fault]:
+    """Return all planted faults."""
+    return [*mutants.of_rooms(), *mutants.of_seeds()]
+
+
 def test_each_fault_has_its_text_once_and_a_test_that_exists() -> None:
-    found = [f"{one.room}: {said}" for one in FAULTS for said in mutants.problems(one)]
+    found = [f"{one.room}: {said}" for one in faults() for said in mutants.problems(one)]
     assert not found, "\n".join(found)
 
 
 def test_each_room_has_faults_and_each_fault_a_reason() -> None:
-    assert {one.room for one in FAULTS} == ROOMS
+    assert {one.room for one in faults()} == ROOMS
     assert len(mutants.of_rooms()) >= 100
-    assert all(one.why for one in FAULTS)
+    assert all(one.why for one in faults())
     twice = Counter((one.file, one.text, one.becomes) for one in mutants.of_rooms())
     assert max(twice.values()) == 1
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from kvladder.arena import Arena
 from tests.sim import night
 from tests.sim.fleet.engine import Engine
 from tests.sim.fleet.faults import FAULTS
 from tests.sim.fleet.loop import FleetLoop, Process
+from tests.sim.fleet.net import Net
 from tests.sim.fleet.plan import Failed, Step, command, drawn, run, shrunk
+from tests.sim.fleet.serving import Planes
 from tests.sim.test_determinism import printed
 
 FLEETS = int(os.environ.get("KVLADDER_FLEETS", "8"))
@@ -31,25 +36,53 @@ for seed in map(int, sys.argv[1:]):
 """
 
 
-def test_a_process_that_dies_begins_nothing_more() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_dies_begins_nothing_more(stopped: bool) -> None:
+    """Neither new tasks, nor what waits for a turn, nor a task that wakes at this very instant."""
     for seed in range(40):
         loop = FleetLoop(seed)
         process, ran = Process("engine0", loop), list[int]()
 
         async def work(number: int, ran: list[int] = ran) -> None:
             ran.append(number)
-            await asyncio.sleep(5.0)
+            try:
+                await asyncio.sleep(0.05)
+                ran.append(number)
+            finally:
+                await asyncio.sleep(0.01)  # cleans up for a while
 
         def begin(number: int, work: Any = work, loop: FleetLoop = loop) -> None:
             loop.create_task(work(number))
 
         process.run(begin, 0)
+        loop.run_until_complete(asyncio.sleep(0.0))
+        if stopped:
+            process.stop()
         for number in range(1, 4):
             process.post(begin, number)
+        loop.run_until_complete(asyncio.sleep(0.05))
+        process.post(ran.append, 4)
+        before = [*ran]
         process.die()
         loop.run_until_complete(asyncio.sleep(1.0))
         assert process.is_over
+        assert ran == before, f"seed {seed}"
         assert not asyncio.all_tasks(loop), f"seed {seed}"
+        loop.close()
+
+
+@pytest.mark.parametrize("killed_s", [0.02, 0.05])
+def test_no_agent_outlives_the_process_that_makes_it(killed_s: float) -> None:
+    for seed in range(20):
+        loop = FleetLoop(seed)
+        planes = Planes(loop, Net(loop, Random(seed)))
+        process = Process("server0", loop)
+        with closing(Arena.create(1, 4096)) as arena:
+            process.run(loop.create_task, planes.make(arena))
+            loop.run_until_complete(asyncio.sleep(killed_s))
+            planes.gone(process)
+            process.die()
+        assert not planes.every, f"seed {seed}"
         loop.close()
 
 

@@ -251,6 +251,15 @@ def unfenced(session: Session) -> None:
     session._pump.close(TierError("the session is over"))
 
 
+_close = Connection.close
+
+
+def without_its_end(connection: Connection) -> None:
+    if connection._plane is not None:
+        connection._plane.destroy = nothing  # type: ignore[method-assign]
+    _close(connection)
+
+
 _publish = Level._publish
 
 
@@ -292,6 +301,7 @@ OF_FLEETS: dict[str, tuple[Any, str, Any]] = {
     "a put that was refused counts as stored": (Level, "_publish", all_of_it),
     "an aborted operation does not wait for its end": (Connection, "_give_up", at_once),
     "a session ends without its fence": (Session, "fence", unfenced),
+    "a connection leaves its agent": (Connection, "close", without_its_end),
     "a client that has gone keeps its slots": (ServerOffers, "gone", at_once),
     "a broken line is not connected again": (Line, "_run", once),
     "redirections are not followed": (Servers, "_again", lambda *_: False),

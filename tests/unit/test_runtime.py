@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -144,6 +146,48 @@ async def test_errors_of_a_blocking_function_are_raised(error: type[BaseExceptio
         await pool.run(fail)
     assert await pool.run(lambda: 1) == 1
     pool.close(timeout_s=PATIENCE_S)
+
+
+class Held:
+    """What a call returns, or holds while it fails."""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("end", ["returns", "is given up", "fails"])
+async def test_what_a_call_has_made_goes_with_its_last_user(end: str) -> None:
+    """It does not wait for the collection of cycles: it may be an agent, with its sockets."""
+    made: list[weakref.ref[Held]] = []
+    begun, let_go = threading.Event(), threading.Event()
+
+    def make() -> Held:
+        held = Held()
+        made.append(weakref.ref(held))
+        begun.set()
+        assert let_go.wait(PATIENCE_S)
+        if end == "fails":
+            raise OSError("scripted")
+        return held
+
+    async def user() -> None:
+        with suppress(OSError):
+            await pool.run(make)
+
+    pool = BlockingPool(1, "test")
+    gc.disable()
+    try:
+        using = asyncio.create_task(user())
+        while not begun.is_set():  # noqa: ASYNC110 - the thread knows of no loop
+            await asyncio.sleep(0.001)
+        if end == "is given up":
+            using.cancel()
+            await asyncio.sleep(0.001)
+        let_go.set()
+        await asyncio.wait({using})
+        del using
+        pool.close(timeout_s=PATIENCE_S)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 # ---- a whole cache

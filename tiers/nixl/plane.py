@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import chain
@@ -20,6 +20,7 @@ import numpy as np
 
 from kvladder.arena import Arena
 from kvladder.errors import ConfigError, TierError
+from kvladder.tiers.context import Blocking
 
 CLASSES = 8
 """Number of lengths in which blocks are sent; each length has its own slot lists, made once."""
@@ -88,6 +89,21 @@ class Plane(Protocol):
     def destroy(self) -> None:
         """End all transfers for good. Holds the interpreter lock for up to a second."""
         ...
+
+
+async def made(run_blocking: Blocking, make: Callable[[], Plane]) -> Plane:
+    """Make a plane in a thread; destroy it if the caller is cancelled meanwhile.
+
+    The thread cannot be interrupted, so the plane is made in any case. No other code knows it then.
+    """
+    planes: list[Plane] = []
+    try:
+        await run_blocking(lambda: planes.append(make()))
+    except BaseException:
+        for plane in planes:
+            plane.destroy()
+        raise
+    return planes[0]
 
 
 def area_of(arena: Arena) -> Area:

@@ -25,7 +25,7 @@ from kvladder.tiers.nixl.control import Dialled, Dialler
 from kvladder.tiers.nixl.curve import KeyRing
 from kvladder.tiers.nixl.line import Client, Connection, Line, greet
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
-from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load
+from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load, made
 from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, Roster, listed, require_url, run_of
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class NixlTier(Tier):
         client = Client(
             namespace=context.namespace,
             block_bytes=context.layout.block_bytes,
-            plane=partial(context.run_blocking, plane),
+            plane=partial(made, context.run_blocking, plane),
             timeout_s=context.timeout_s,
             renew=renew,
         )

@@ -217,9 +217,12 @@ class Engine:
         self.loop.run_until_complete(process.run(self.loop.create_task, self._aclose()))
         left = [task.get_name() for task in process.tasks]
         assert not left, f"{self.machine} leaves tasks behind: {sorted(left)}"
+        assert not process.timers, f"{self.machine} leaves timers behind: {process.timers}"
+        assert not self.hints.is_busy, f"{self.machine} leaves hints behind"
         assert not self.disk.open_fds, f"{self.machine} leaves files open"
         mine = [end for end in self.planes.net.ends if end.process is process]
         assert not mine, f"{self.machine} leaves connections behind"
+        assert not self.planes.of(process), f"{self.machine} leaves agents behind"
         self._end(process)
         process.is_over = True
 

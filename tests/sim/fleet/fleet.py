@@ -479,6 +479,8 @@ class Fleet:
             engine.close()
         for server in self.servers:
             server.close()
+        assert not self.net.ends, "a connection is left"
+        assert self.redis is None or not self.redis.sessions, "Redis has clients left"
         self._dispose()
         left = [task.get_name() for task in asyncio.all_tasks(self.loop)]
         assert not left, f"left behind: {sorted(left)}"

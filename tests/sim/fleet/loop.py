@@ -58,8 +58,11 @@ class Process:
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Have the process call a function soon: later while it is stopped, never if it is dead."""
+        self._loop.call_soon(self._posted, function, arguments, context=self.context)
+
+    def _posted(self, function: Callable[..., object], arguments: Sequence[Any]) -> None:
         if self.is_alive:
-            self._loop.call_soon(function, *arguments, context=self.context)
+            function(*arguments)
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -67,9 +70,17 @@ class Process:
         self._tasks = [task for task in self._tasks if not task.done()]
         return [*self._tasks]
 
+    @property
+    def timers(self) -> list[str]:
+        """What it has set timers for that are not due yet."""
+        found: list[Any] = [timer for timer in self._loop._scheduled if not timer.cancelled()]
+        return sorted(repr(timer) for timer in found if timer._context.get(HERE) is self)
+
     def owns(self, task: asyncio.Task[Any]) -> None:
-        """Count a new task as this process's."""
+        """Count a new task as this process's; one that a dead process begins does nothing."""
         self._tasks.append(task)
+        if not self.is_alive:
+            task.cancel()
         if len(self._tasks) > self._tasks_max:
             self._tasks_max = 2 * len(self.tasks) + 64
 
@@ -109,8 +120,14 @@ class Process:
             self.go()
 
     def die(self) -> None:
-        """End at once. What its tasks still do, as they are cancelled, has no effect outside."""
+        """End at once. What its tasks still do, as they are cancelled, has no effect outside.
+
+        They are cancelled before anything else runs: a task that was to wake at this very instant
+        does not continue.
+        """
         self.is_alive = False
+        for task in self.tasks:
+            task.cancel()
         self.hurry()
         self._loop.run_until_complete(self._over())
 

@@ -72,6 +72,9 @@ class Node:
             self.process.die()
             self.cluster.net.gone(self.process)
             self.process = None
+            sessions = self.cluster.sessions
+            for number in [n for n, session in sessions.items() if session.node is self]:
+                del sessions[number]
 
     def at(self, key: bytes) -> Any:
         """Return the value of a key, None if there is none."""

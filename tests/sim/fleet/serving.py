@@ -25,8 +25,10 @@ from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.nixl.line import Client, Line
 from kvladder.tiers.nixl.messages import BATCH_MAX
-from kvladder.tiers.nixl.plane import Area, area_of
+from kvladder.tiers.nixl.plane import Area, area_of, made
+from kvladder.tiers.nixl.plane import Plane as FarPlane
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
+from tests.kit.fabric import late_thread
 from tests.sim.fleet.loop import HERE, FleetLoop, Process
 from tests.sim.fleet.net import End, Net
 
@@ -51,18 +53,24 @@ class Planes:
         self.every: dict[bytes, Plane] = {}
         self._numbers = count()
 
-    async def make(self, arena: Arena) -> Plane:
-        """Make an agent for the running process."""
-        await asyncio.sleep(0.05)
+    async def make(self, arena: Arena) -> FarPlane:
+        """Make an agent for the running process, in a thread."""
+        return await made(partial(late_thread, 0.05), partial(self._make, arena))
+
+    def _make(self, arena: Arena) -> Plane:
         process = HERE.get()
         assert process is not None
         plane = Plane(self, b"agent %d" % next(self._numbers), process, arena)
         self.every[plane.metadata] = plane
         return plane
 
+    def of(self, process: Process) -> list[Plane]:
+        """Return the agents of a process."""
+        return [plane for plane in self.every.values() if plane.process is process]
+
     def gone(self, process: Process) -> None:
         """End the agents of a dead process: none of their writes arrives any more."""
-        for plane in [plane for plane in self.every.values() if plane.process is process]:
+        for plane in self.of(process):
             plane.is_alive = False
             self.every.pop(plane.metadata, None)
 
@@ -329,9 +337,16 @@ class Server:
         """End the server in order; assert that no client holds anything any more."""
         if self.process is None:
             return
-        loop = self.planes.loop
-        loop.run_until_complete(self.process.run(loop.create_task, self._aclose()))
-        self.planes.net.gone(self.process)
+        loop, process = self.planes.loop, self.process
+        assert not self.peers, "a client's connection outlasts it"
+        loop.run_until_complete(process.run(loop.create_task, self._aclose()))
+        left = [task.get_name() for task in process.tasks]
+        assert not left, f"{self.machine} leaves tasks behind: {sorted(left)}"
+        assert not process.timers, f"{self.machine} leaves timers behind: {process.timers}"
+        assert not self.planes.of(process), f"{self.machine} leaves agents behind"
+        self.planes.net.gone(process)
+        process.is_alive = False
+        process.is_over = True
         self.process = None
 
     async def _aclose(self) -> None:
