@@ -211,10 +211,10 @@ class Rogue(MemoryTier):
         if self.deed == "hang at open":
             await asyncio.Event().wait()
 
-    async def put(self, items: Any) -> Any:
+    async def put(self, writes: Any) -> Any:
         if self.deed == "exit beside the call":
             self.task = asyncio.create_task(self._exit())
-        return await super().put(items)
+        return await super().put(writes)
 
     async def _exit(self) -> None:
         raise SystemExit(3)
