@@ -125,8 +125,8 @@ class FilesTier(Tier):
                 self._pool = kind(self.options.threads, "kvladder-files")
             await self._restore(self._store)
         except Exception:  # the level opens it again later, and its directory must be free then
-            store, self._store = self._store, None
-            await context.run_blocking(store.close)
+            await context.run_blocking(self._store.close)
+            self._store = None  # before, a cancelled close is repeated by aclose
             raise
 
     def _open(self) -> None:
@@ -391,10 +391,10 @@ class FilesTier(Tier):
         self._closing = True
         if self._compacting is not None:
             await asyncio.wait({self._compacting}, timeout=CLOSE_TIMEOUT_S)
-        if self._store is not None:
+        if self._store is not None or self._pool is not None:
             # if a call hangs, its files and the lock stay open, since it may still write
             pool = self._pool or BlockingPool(1, "kvladder-files")
-            await pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
+            await pool.aclose(self._store.close if self._store else int, timeout_s=CLOSE_TIMEOUT_S)
 
 
 class _Puts:
