@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory
 from gpu_wheels import GLIBC, wanted
 
 IMPORTED = (
-    "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors", "docstring-parser",
-    "email-validator", "fastapi", "httpcore2", "httpx2", "ijson", "interegular", "jiter",
-    "jmespath", "jsonschema", "jsonschema-specifications", "lark", "llguidance",
+    "annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors",
+    "docstring-parser", "email-validator", "fastapi", "httpcore2", "httpx2", "ijson", "interegular",
+    "jiter", "jmespath", "jsonschema", "jsonschema-specifications", "lark", "llguidance",
     "lm-format-enforcer", "loguru", "mcp", "mcp-types", "model-hosting-container-standards",
     "openai", "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions",
     "oss-harmony", "partial-json-parser", "prometheus-fastapi-instrumentator", "pybase64",
