@@ -19,6 +19,7 @@ from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.store import FileStore
 from kvladder.tiers.files.tier import FilesTier
 from tests.kit.disk import FakeDisk, InlinePool
+from tests.patience import PATIENCE_S
 
 
 class StartTests(TierFixtures):
@@ -105,6 +106,7 @@ class TestFiles(StartTests):
         self, make: MakeTier, context: TierContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The level closes it while it is left out; the threads read headers before that."""
+        others = {*threading.enumerate()}  # of earlier tests, whose calls hang
         tier = make()
         await tier.open(context)
         await tier.aclose()
@@ -115,7 +117,10 @@ class TestFiles(StartTests):
         with pytest.raises(Unavailable):
             await tier.open(context)
         await tier.aclose()
-        assert not [one for one in threading.enumerate() if one.name == "kvladder-files"]
+        mine = [one for one in {*threading.enumerate()} - others if one.name == "kvladder-files"]
+        for one in mine:
+            one.join(PATIENCE_S)
+        assert not [one for one in mine if one.is_alive()]
 
 
 def _fails(*_: object) -> None:
