@@ -200,8 +200,9 @@ class Tier(Medium, ABC):
         """Remove all blocks of this namespace, or of one salt in it, regardless of who put them.
 
         Called only if ``shared`` is True. It may take long, but works in short steps, so that
-        other calls run in between. ``salt`` is a ``Facts.salt``; None means all salts. Returns the
-        number of removed blocks.
+        other calls run in between. ``salt`` is a ``Facts.salt``; None means all salts. Blocks whose
+        salt cannot be read may be of this one, and have to go, too. Returns the number of removed
+        blocks.
         """
         raise TierError("this tier does not implement purge", temporary=False)
 

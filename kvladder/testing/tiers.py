@@ -14,7 +14,7 @@ from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import LabelTests, MakeTier, Opener, SampleBlocks
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.label import Labels, Outcome, RecoveredBlock, Ref
+from kvladder.tiers.label import LABEL_BYTES, Labels, Outcome, RecoveredBlock, Ref
 
 
 class TierTests(LabelTests):
@@ -268,6 +268,22 @@ class TierTests(LabelTests):
         assert await tier.purge(None, progress) == 1
         assert all(0 <= done <= total for done, total in told)
         assert await blocks.get(tier, others) == [False]
+
+    async def test_a_purge_of_a_salt_removes_blocks_whose_salt_cannot_be_read(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
+        """A damaged label hides whose block it is: a purge of its salt must not spare it."""
+        if not tier.shared:
+            pytest.skip("the tier is not shared")
+        salted, other = blocks.some(0, 1)
+        salted, other = salted.of(salt=b"8 bytes!"), other.of(salt=b"another!")
+        await blocks.store(tier, [salted, other])
+        label = bytearray(blocks.label(salted))
+        label[LABEL_BYTES // 2] ^= 1
+        await self.raw_put(tier, salted.ref, bytes(label), blocks.data(salted))
+        assert await tier.purge(b"8 bytes!", lambda *_: None) == 1
+        assert await blocks.contains(tier, [salted, other]) == [False, True]
+        assert await blocks.get(tier, [other]) == [True]
 
     async def test_a_survey_tells_what_lies_on_the_medium(
         self, tier: Tier, blocks: SampleBlocks

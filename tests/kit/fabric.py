@@ -203,7 +203,7 @@ class FakeOffers:
         space, chosen = self.spaces[session], set[bytes]()
         for name, (_, _, label) in self.blocks.items():
             said = told(label)
-            if name.startswith(space) and (not salt or (said and said.facts.salt == salt)):
+            if name.startswith(space) and (not salt or not said or said.facts.salt == salt):
                 chosen.add(name)
         return self.forget(chosen)
 

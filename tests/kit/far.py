@@ -90,16 +90,17 @@ class Inside:
             fetch.release()
 
     async def store(self, namespace: bytes, key: bytes, label: bytes, data: bytes) -> None:
-        """Store these bytes in place of a block."""
-        name = self._name(namespace, key)
-        self._manager.remove([name])
-        saving = self._manager.save([name])
-        view = self._manager.arena.view(saving.slots[0])
-        data = data[: self._offers.block_bytes_max]
-        view[: len(data)] = data
-        label = label.ljust(LABEL_BYTES, b"\0")
-        TAIL.pack_into(view, self._offers.block_bytes_max, len(data), label)
-        saving.commit()
+        """Store these bytes in place of a block, of which the server forgets nothing else."""
+        name, most = self._name(namespace, key), self._offers.block_bytes_max
+        save, fetch = self._manager.save([name]), self._manager.fetch_set([name])
+        await fetch.settle()
+        data, label = data[:most], label.ljust(LABEL_BYTES, b"\0")
+        for slot in (*save.slots, *fetch.found.values()):
+            view = self._manager.arena.view(slot)
+            view[: len(data)] = data
+            TAIL.pack_into(view, most, len(data), label)
+        save.commit()
+        fetch.release()
 
     async def damage(self, namespace: bytes, key: bytes) -> None:
         """Change a byte of a block."""

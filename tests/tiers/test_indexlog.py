@@ -163,6 +163,37 @@ def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     assert found(disk) == [item(1), item(4)]
 
 
+def test_no_write_to_a_wrong_place_hides_the_records_behind_it(disk: FakeDisk) -> None:
+    """They have lower numbers then. Removals count all the same, also at later starts, and so does
+    that a place was given to another block.
+    """
+    log, _ = opened(disk)
+    log.put([item(n) for n in range(1, 8)])
+    log.remove([item(3), item(4), item(5)])
+    log.put([item(20, 4), item(21, 5)])
+    log.remove([item(2), item(1)])
+    log.put([item(1)])
+    log.sync()
+    log.put([item(1), item(8)])
+    log.close()
+    header, *records = (
+        disk.content(PATH)[at : at + RECORD_BYTES] for at in range(0, 18 * RECORD_BYTES, 64)
+    )
+    # the last write lies on the removals of 3 and 4
+    whole = [header, *records[:7], *records[15:], *records[9:15]]
+    disk.put(PATH, b"".join(whole))
+    left = [item(3), item(6), item(7), item(1), item(8)]  # the removal of 3 is not there any more
+    log, items = opened(disk)
+    assert items == left
+    log.put([item(9)])
+    log.close()
+    assert found(disk) == [*left, item(9)]
+    log, _ = opened(disk)
+    log.compact(never)
+    log.close()
+    assert found(disk) == [*left, item(9)]
+
+
 def test_records_behind_reserved_space_do_not_come_back(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.put([item(1)])

@@ -115,7 +115,7 @@ class _Scan(NamedTuple):
     sequence: int
     """Highest ``number`` of a record: the sequence number, with the low bits."""
     end: int
-    """Offset in the file where the last valid record ends."""
+    """Offset in the file where the last undamaged record ends."""
     beyond: bool
     """True if there are records of places that the tier no longer has."""
 
@@ -124,8 +124,10 @@ class IndexLog:
     """Append-only records of puts and removals, each with its own check and a sequence number.
 
     A record counts if it is undamaged and has a higher number than all records before it. Other
-    records were torn by a crash or are left over from before a compaction; they are skipped. Call
-    ``load`` first and ``close`` last. Any thread may call ``put``, ``remove`` and ``reserve``; only
+    records were torn by a crash, are left over from before a compaction, or lie behind a write that
+    the disk did at a wrong place. No put of them counts. But each undamaged one proves that older
+    puts at its place are void, so that removed blocks do not come back. Call ``load`` first and
+    ``close`` last. Any thread may call ``put``, ``remove`` and ``reserve``; only
     one thread at a time may call ``compact``. All methods block and raise OSError.
 
     Parameters
@@ -247,39 +249,44 @@ class IndexLog:
     def _scan(self, fd: int, end: int | None = None) -> _Scan:
         """Read all records up to ``end``, or up to the first read of zeros: the reserved space."""
         nothing = np.empty(0, _FIELDS)
-        parts = [(nothing["check"] == 0, nothing["place"], nothing["tag"])]
+        no, numbers = nothing["check"] == 0, nothing["number"]
+        parts = [(no, no, numbers, nothing["place"], nothing["tag"])]
         sequence, offset, step = 0, RECORD_BYTES, READ_RECORDS * RECORD_BYTES
         while end is None or offset < end:
             slab = self._read(fd, offset, step if end is None else min(step, end - offset))
             if slab.count(0) == len(slab):
                 break
             records = np.frombuffer(slab, _FIELDS)
-            good, sequence = self._good(slab, records, sequence)
-            parts.append((good, records["place"].copy(), np.maximum(records["tag"], 1)))
+            whole, good, sequence = self._good(slab, records, sequence)
+            said = records["number"].copy(), records["place"].copy(), np.maximum(records["tag"], 1)
+            parts.append((whole, good, *said))
             offset += len(slab)
-        good, place, tag = (np.concatenate(part) for part in zip(*parts, strict=True))
+        whole, good, number, place, tag = map(np.concatenate, zip(*parts, strict=True))
         at = np.where(place < 0, ~place, place)
-        ours = good & (at < self._places_max)
-        # the last put at a place counts, unless a later removal names the same key
-        put, gone = np.flatnonzero(ours & (place >= 0)), np.flatnonzero(ours & (place < 0))
+        known = at < self._places_max
+        # the last put at a place counts, unless a later removal names the same key, or the place
+        # was given to a block whose put is skipped
+        put = np.flatnonzero(good & known & (place >= 0))
+        gone = np.flatnonzero(whole & known & ((place < 0) | ~good))
         last = np.full(self._places_max, -1)
         last[at[put]] = put
-        newest = last[at[gone]]
-        undone = (newest >= 0) & (newest < gone) & (tag[newest] == tag[gone])
+        newest, is_put = last[at[gone]], place[gone] >= 0
+        is_later = (newest >= 0) & (number[newest] < number[gone])
+        undone = is_later & (is_put | (tag[newest] == tag[gone]))
         last[at[gone[undone]]] = -1
         taken = np.flatnonzero(last >= 0)
         live, tags = np.zeros(len(good), np.bool_), np.zeros(self._places_max, np.uint32)
         live[last[taken]] = True
         tags[taken] = tag[last[taken]]
-        counted = np.flatnonzero(good)
-        last_end = RECORD_BYTES * (int(counted[-1]) + 2 if len(counted) else 1)
-        is_beyond = bool((good & ~ours).any())
-        return _Scan(live, tags, len(counted), sequence, last_end, is_beyond)
+        undamaged = np.flatnonzero(whole)
+        last_end = RECORD_BYTES * (int(undamaged[-1]) + 2 if len(undamaged) else 1)
+        is_beyond = bool((good & ~known).any())
+        return _Scan(live, tags, int(good.sum()), sequence, last_end, is_beyond)
 
     def _good(
         self, slab: bytes, records: Records, before: int
-    ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Return which records are undamaged and in order after the number ``before``.
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]:
+        """Return which records are undamaged, and which of these in order after ``before``.
 
         Also returns the highest number so far.
         """
@@ -290,7 +297,7 @@ class IndexLog:
         numbers[0] = before
         numbers[1:] = np.where(whole, records["number"], 0)
         highest = np.maximum.accumulate(numbers)
-        return numbers[1:] > highest[:-1], int(highest[-1])
+        return whole, numbers[1:] > highest[:-1], int(highest[-1])
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
         """Yield the records of the stored blocks, oldest first."""

@@ -466,14 +466,15 @@ class RedisTier(Tier):
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
         """Remove these keys, or with ``salt`` the blocks whose labels name it, with all parts.
 
-        Keys of other label versions are always removed, since their salt cannot be read.
+        Keys of other label versions and damaged labels are always removed, since their salt cannot
+        be read.
         """
         if salt is None:
             return await self._unlink(dict.fromkeys(names, 1), {})
         ours = [name for name in names if name.startswith(self._prefix)]
         told = await labels(ours, self._run_whole)
-        own = {name: label for name, label in told.items() if label.facts.salt == salt}
-        parts = {name: self._count(label.length) for name, label in own.items()}
+        own = (name for name in ours if name not in told or told[name].facts.salt == salt)
+        parts = dict.fromkeys(own, self._count(self._size))
         others = dict.fromkeys(set(names).difference(ours), 1)
         return await self._unlink(parts | others, told)
 

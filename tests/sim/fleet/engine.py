@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool, Mode
 from tests.kit.model import Replay
+from tests.kit.removals import destroyed
 from tests.sim.fleet.loop import FleetLoop, Process
 from tests.sim.fleet.model import TIMEOUTS_S, FleetModel
 from tests.sim.fleet.serving import Planes, release
@@ -246,7 +248,10 @@ class Engine:
         self.disk._on = False
         self.cache.stack.shared.unreleased.close(0, 0)
         process.die()
-        self.disk.crash(mode)
+        if mode == "misdirect":
+            self.model.may_come_back(destroyed(self.disk, partial(self.disk.crash, mode)))
+        else:
+            self.disk.crash(mode)
         self.is_disk_whole &= mode == "keep"
         release(self.cache.arena)
         self.requests.clear()

@@ -8,8 +8,10 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from kvladder.tiers.files.directory import LOG_NAME
 from kvladder.tiers.label import LABEL_BYTES, told
 from tests.kit.disk import MODES
+from tests.kit.removals import keys_of, removals
 from tests.sim.fleet.model import TIMEOUTS_S
 from tests.sim.fleet.mooncake import NODES
 
@@ -260,7 +262,10 @@ def bit_flips(fleet: Fleet, a: int, b: int) -> Injected:
         return None
     path = _pick([*files], b)
     engine.is_disk_whole = False
-    engine.disk._names[path].content[b * 7919 % files[path]] ^= 1 << b % 8
+    content = engine.disk._names[path].content
+    before = removals(bytes(content)) if path.endswith(f"/{LOG_NAME}") else set()
+    content[b * 7919 % files[path]] ^= 1 << b % 8
+    engine.model.may_come_back(keys_of(before - removals(bytes(content))))
     return None, f"{engine.machine} {path}"
 
 

@@ -94,3 +94,8 @@ class FleetModel:
         if is_old:
             self.undone[key].add(version)
         return is_old
+
+    def may_come_back(self, keys: Iterable[BlockKey]) -> None:
+        """A disk has destroyed the removals of blocks: what was purged before may be found."""
+        for key in keys:
+            self.undone[key].update(v for v in self.saved[key] if v < self.versions[key])
