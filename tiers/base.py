@@ -37,6 +37,13 @@ class Medium:
     """Timeout of ``contains`` in seconds; None means the timeout of any other call."""
     probe_cache_s: float = 1.0
     """Seconds for which the level believes an answer that a block is not there."""
+    late_s: float = 0.0
+    """For a shared tier: seconds for which a ``put`` that failed may still come to be carried out.
+
+    A client cannot take back a request that it has sent. The level removes a block that a user
+    removes within this time once more at its end, and only then calls it removed. Zero means that
+    nothing is stored once the call has ended.
+    """
 
     async def examine(
         self, capacity_bytes: int, warn: Callable[[str], object]

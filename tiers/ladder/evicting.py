@@ -18,6 +18,7 @@ from kvladder.tiers.ladder.calling.client import TierClient
 from kvladder.tiers.ladder.definition import LevelDefinition
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.writing.late import LateWrites
 from kvladder.tiers.ladder.writing.purges import PurgeQueue
 from kvladder.tiers.ladder.writing.queue import RemovalQueue, WriteQueue
 from kvladder.tiers.ladder.writing.transit import WritesInFlight
@@ -46,6 +47,7 @@ class EvictingLevel(BaseLevel[int]):
         self._above = above
         self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
         self._in_flight = WritesInFlight(shared.arena)
+        self._late = LateWrites()
         self._removal_queue = RemovalQueue(spec.capacity_blocks)
         self.purges = PurgeQueue(self.client, self.stats, busy=lambda: bool(self._undone))
         self._lost: dict[BlockKey, None] = {}
@@ -125,7 +127,7 @@ class EvictingLevel(BaseLevel[int]):
         else:
             self.remove(keys)
 
-    def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
+    def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
         """Cancel writes of ``keys``, only those of ``salt`` if one is given.
 
         Queued blocks leave the queue. Blocks that are being written are removed after that. Returns
@@ -133,6 +135,7 @@ class EvictingLevel(BaseLevel[int]):
         """
         found: set[BlockKey] = set()
         queue, in_flight, removals = self.write_queue, self._in_flight, self._removal_queue
+        self._late.recall(keys, salt)
         for key in keys if queue or in_flight or removals.abandoned else ():
             if (one := queue.get(key)) is not None:
                 if one.is_of(salt):
@@ -164,6 +167,7 @@ class EvictingLevel(BaseLevel[int]):
         self.purges.add(salt)
         if self.tier.shared:
             self._in_flight.purge(salt)
+            self._late.purge(salt)
         self._above.wake()
 
     # ---- removal from the tier
@@ -189,6 +193,17 @@ class EvictingLevel(BaseLevel[int]):
             self._removal_queue.abandoned.update(key for key, _ in blocks)
             self._give_up([key for key, _ in blocks])
 
+    @property
+    def late_in_s(self) -> float | None:
+        """Seconds until ``remove_late`` has something to do; None if it has nothing."""
+        next_s = self._late.next_s
+        return None if next_s is None else max(0.0, next_s - self.shared.clock.now())
+
+    def remove_late(self) -> None:
+        """Queue once more the removal of blocks whose failed writes can no longer come."""
+        due = self._late.due(self.shared.clock.now())
+        self.remove_later([Ref(key, NO_PLACE) for key in due])
+
     def forgotten_late(self, blocks: Sequence[Ref]) -> None:
         """End a removal that was an abandoned call, and queue it again."""
         self._removal_queue.abandoned.difference_update(key for key, _ in blocks)
@@ -201,7 +216,8 @@ class EvictingLevel(BaseLevel[int]):
 
     def leaving(self, key: BlockKey) -> bool:
         """Return whether the tier has still to forget the block, or may still come to store it."""
-        return key in self._removal_queue or key in self._in_flight.abandoned
+        held = self._removal_queue, self._in_flight.abandoned, self._late
+        return any(key in some for some in held)
 
     def owes(self, keys: Iterable[BlockKey], removals: int) -> bool:
         """Return whether the tier has still to forget one of these blocks, or to sync that.
@@ -216,11 +232,12 @@ class EvictingLevel(BaseLevel[int]):
     @property
     def removals(self) -> int:
         """Number of blocks that the tier still has to forget, and of purges that are not over."""
-        return self._undone + self._in_flight.tombstones + len(self.purges)
+        return self._undone + self._in_flight.tombstones + len(self.purges) + len(self._late)
 
     def owed(self) -> set[BlockKey | bytes | None]:
         """Return what the tier has still to forget: keys, salts, None for everything."""
-        return {*self._removal_queue.keys(), *self._in_flight.abandoned, *self.purges.salts()}
+        coming = {*self._in_flight.abandoned, *self._late.keys()}
+        return {*self._removal_queue.keys(), *coming, *self.purges.salts()}
 
     @property
     def _owes_now(self) -> bool:

@@ -117,6 +117,7 @@ class Level(EvictingLevel):
             and (new or self.index.disjoint(keys))
             and self._in_flight.disjoint(keys)
             and self._removal_queue.abandoned.isdisjoint(keys)
+            and self._late.disjoint(keys)
             and all(map(self.admits, kinds))
         )
         taken = 0
@@ -144,8 +145,12 @@ class Level(EvictingLevel):
         return taken == len(keys)
 
     def _abandoned(self, key: BlockKey) -> bool:
-        """Return whether an abandoned call may still store the block, or forget it."""
-        return key in self._in_flight.abandoned or key in self._removal_queue.abandoned
+        """Return whether an abandoned call may still store the block, or forget it.
+
+        So may a failed one, if the block was removed since.
+        """
+        abandoned = self._in_flight.abandoned, self._removal_queue.abandoned, self._late
+        return any(key in some for some in abandoned)
 
     def coming(self) -> list[BlockKey]:
         """Return every block that is queued or being written."""
@@ -257,12 +262,16 @@ class Level(EvictingLevel):
             self._drop("failed", blocks)
             # an abandoned call may still store blocks, which ``stored_late`` then removes
             if answer.quiet:
-                self._unstored(blocks, [self._in_flight.settle(block.key) for block in blocks])
+                removed = [self._in_flight.settle(block.key) for block in blocks]
+                self._unstored(blocks, removed, began=answer.error != "unavailable")
             else:
                 self._in_flight.abandon(block.key for block in blocks)
         else:
             stored = self._publish(blocks, answer.results)
         removed = self._in_flight.end()
+        if answer.results is not None and not all(answer.results):
+            refused = [*compress(blocks, map(not_, answer.results))]
+            self._may_come(refused, [block.key in removed for block in refused])
         gone = [key for key in keys if key not in self.index] if stored < len(keys) else []
         there = [key for key in keys if key in self.index] if gone else keys
         self._above.settled(self, there, stored=True)
@@ -276,7 +285,9 @@ class Level(EvictingLevel):
         self._unstored(blocks, [self._in_flight.come_back(block.key) for block in blocks])
         self._above.wake()
 
-    def _unstored(self, blocks: Sequence[LevelWrite], removed: Sequence[bool]) -> None:
+    def _unstored(
+        self, blocks: Sequence[LevelWrite], removed: Sequence[bool], *, began: bool = True
+    ) -> None:
         """Clean up after a write that failed or ended late: some of its blocks may be stored.
 
         A private tier has to forget them all. A shared one forgets only those that a user removed
@@ -285,6 +296,15 @@ class Level(EvictingLevel):
         refs = [Ref(block.key, block.place) for block in blocks]
         self.remove_later([*compress(refs, removed)])
         self._let_go([*compress(refs, map(not_, removed))])
+        if began:
+            self._may_come(blocks, removed)
+
+    def _may_come(self, blocks: Sequence[LevelWrite], removed: Sequence[bool]) -> None:
+        """Note blocks of a failed write that the tier may still store, if it is such a tier."""
+        if self.tier.late_s:
+            until_s = self.shared.clock.now() + self.tier.late_s
+            for block, is_removed in zip(blocks, removed, strict=True):
+                self._late.add(block.key, block.facts.salt, until_s, removed=is_removed)
 
     def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> int:
         stored: list[BlockKey] = []

@@ -39,6 +39,8 @@ SHARE = 0.8
 REACH_S = 5.0
 """Time limit for a store's first answer, if the level sets none."""
 RETRIES = 3
+LATE_S = 60.0
+"""Seconds within which stores and the proxies before them carry a request out, or never."""
 SPACE_DIGITS = 32
 ERRORS = (BaseError, OSError, NotImplementedError)
 """Errors that obstore raises, and those of a timeout."""
@@ -63,6 +65,11 @@ class ObjectTier(Tier):
     The first put of a block wins. A later put only checks that the stored object is usable, and
     replaces it if not. Objects are got and put whole. The library never sees a slot: each block is
     copied once, in a thread. So an abandoned request cannot touch the arena.
+
+    The store may still carry an abandoned put out, up to ``late_s`` later, so no put has an effect
+    that the tier does not know of. The library repeats a put that overwrites after a timeout, and
+    tells nobody. It does not repeat one that creates. So every put creates, if need be after a
+    removal.
     """
 
     Options: ClassVar[type[ObjectOptions]] = ObjectOptions
@@ -72,6 +79,7 @@ class ObjectTier(Tier):
     block_bytes_min = BLOCK_BYTES_MIN
     overhead_bytes = LABEL_BYTES
     probe_max = PROBES
+    late_s = LATE_S
 
     def __init__(self, options: ObjectOptions) -> None:
         self.options = options
@@ -225,24 +233,29 @@ class ObjectTier(Tier):
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         outcomes = await self._each(self._put, writes, limit_s=self._limit_s)
-        full = next((one for one in outcomes if isinstance(one, TierFull)), None)
-        if full is not None:
-            raise full
-        return [not isinstance(one, TierError) for one in outcomes]
+        failures = [one for one in outcomes if isinstance(one, TierError)]
+        if failures and all(isinstance(one, TierFull) for one in failures):
+            raise failures[0]
+        return [not isinstance(one, TierError) for one in outcomes]  # a full store says so again
 
     async def _put(self, write: Write) -> None:
         name, body = self._name(write.key), await self.context.run_blocking(_body, write)
         if not write.replace:
             try:
-                await self._store_as(name, body, "create")
+                await self._create(name, body)
                 return
             except AlreadyExistsError:
                 if await self._serves(write.key):
                     return
-        await self._store_as(name, body, "overwrite")
+        await self._forget(name)
+        try:
+            await self._create(name, body)
+        except AlreadyExistsError:  # another engine has replaced it meanwhile
+            if not await self._serves(write.key):
+                raise
 
-    async def _store_as(self, name: str, body: Any, mode: Any) -> None:
-        await self._store.put_async(name, body, mode=mode, use_multipart=False)
+    async def _create(self, name: str, body: Any) -> None:
+        await self._store.put_async(name, body, mode="create", use_multipart=False)
 
     async def _serves(self, key: BlockKey) -> bool:
         """Return whether, judged by its label, a get would accept the object stored for a block.

@@ -408,7 +408,7 @@ class Fleet:
         for engine in self.engines:
             assert engine.process is not None
             engine.process.run(engine.manager.clear)
-        for _ in range(200):
+        for _ in range(400):
             self._sleep(0.1)
             if not any(engine.manager.removals for engine in self.engines):
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from kvladder.tiers.object.options import ObjectOptions
 from kvladder.tiers.object.tier import ObjectTier
 from tests.sim.fleet.loop import FleetLoop, Process
-from tests.sim.fleet.net import End, Net
+from tests.sim.fleet.net import GIVE_UP_S, End, Net
 
 PORT = 443
 MACHINE = "bucket"
@@ -112,6 +113,10 @@ class _Request(asyncio.Protocol):
             self.done.set_exception(GenericError(f"error sending request: {exc}"))
 
 
+class Refused(Exception):
+    """The server did not get the request, or has answered that it does not carry it out."""
+
+
 class Found:
     """An object that is being got."""
 
@@ -136,26 +141,37 @@ class Store:
         self._limit_s = limit_s
 
     async def _ask(self, *request: Any) -> Any:
-        """Send a request, again after errors that may pass; so a put may be carried out twice."""
+        """Send a request, again after errors that may pass.
+
+        A put that creates is not repeated if it may have reached the server. Any other put may be
+        carried out twice.
+        """
+        repeats = request[0] != "put" or request[-1] != "create"
         wait_s = self._limit_s / 50
         for attempt in range(RETRIES + 1):
             try:
                 async with asyncio.timeout(self._limit_s):
                     return await self._once(request)
+            except Refused as raised:
+                error, again = GenericError(str(raised)), True
             except TimeoutError:
-                error = GenericError("operation timed out")
+                error, again = GenericError("operation timed out"), repeats
             except (OSError, GenericError) as raised:
                 if isinstance(raised, FileNotFoundError):
                     raise
-                error = GenericError(str(raised))
-            if attempt == RETRIES:
+                error, again = GenericError(str(raised)), repeats
+            if attempt == RETRIES or not again:
                 raise error
             await asyncio.sleep(wait_s)
             wait_s *= 2
         raise AssertionError
 
     async def _once(self, request: tuple[Any, ...]) -> Any:
-        end, sent = await self._net.connect(lambda: _Request(request), MACHINE, PORT, whole=True)
+        make = partial(_Request, request)
+        try:
+            end, sent = await self._net.connect(make, MACHINE, PORT, whole=True)
+        except OSError as error:
+            raise Refused(str(error)) from error
         try:
             await sent.done
         finally:
@@ -170,7 +186,7 @@ class Store:
         if kind == "exists":
             raise AlreadyExistsError(answer)
         if kind == "error":
-            raise GenericError(answer)
+            raise Refused(answer)
         return kind, answer
 
     async def get_async(self, name: str, *, options: Any = None) -> Found:
@@ -205,6 +221,9 @@ class Store:
 
 class SimObjectTier(ObjectTier):
     """The object tier over the simulated network: only the library below it is replaced."""
+
+    late_s = GIVE_UP_S + 10.0
+    """The network delivers no packet later, but a server may be stopped then."""
 
     def __init__(self, net: Net) -> None:
         super().__init__(ObjectOptions(url="s3://simulated/kv"))

@@ -62,9 +62,12 @@ class Writer:
         while True:
             was_ill = client.ill("put", "remove")
             with suppress(TimeoutError):  # wait_for would swallow a cancellation in 3.11
-                async with asyncio.timeout(client.retry_in_s("put", "remove")):
+                waits = client.retry_in_s("put", "remove"), level.late_in_s
+                async with asyncio.timeout(min((s for s in waits if s is not None), default=None)):
                     await self._wakeup.wait()
             self._wakeup.clear()
+            with self._lock:
+                level.remove_late()
             while level.due:
                 await self._step()
             if not level.writable:
