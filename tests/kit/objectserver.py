@@ -26,9 +26,9 @@ class ObjectServer(ServerProcess):
     """One server with a bucket; its log is in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        self._port = free_ports(1)[0]
-        super().__init__(folder / f"moto-{self._port}.log")
-        self.address = f"http://127.0.0.1:{self._port}"
+        self.port = free_ports(1)[0]
+        super().__init__(folder / f"moto-{self.port}.log")
+        self.address = f"http://127.0.0.1:{self.port}"
         self.start()
 
     @property
@@ -44,7 +44,7 @@ class ObjectServer(ServerProcess):
 
     def start(self) -> None:
         """Start the process, again on the same port, wait until it answers, make the bucket."""
-        command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(self._port)]
+        command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(self.port)]
         self.launch(command, self._answers)
 
     def _answers(self) -> bool:

@@ -29,6 +29,7 @@ from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.records.places import PlaceAllocator
 from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.writing.late import LateWrites
 from kvladder.tiers.ladder.writing.transit import WritesInFlight, WriteState, facts_of
 from kvladder.tiers.ladder.writing.writer import Writer
 from kvladder.tiers.nixl.line import Connection, Line
@@ -338,3 +339,12 @@ def test_fleets_find_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(plan.Failed):
         run_fleets()
+
+
+@pytest.mark.slow
+def test_a_kept_fleet_finds_that_a_failed_put_is_carried_out_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LateWrites, "add", nothing)
+    with pytest.raises(plan.Failed, match="bucket has wrong bytes"):
+        plan.run(160, plan.kept(160))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from kvladder.testing.fakes import Fail, Hang, Step
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.label import Write
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
 LATE_S = 10.0
@@ -16,6 +18,15 @@ FAILURES = {
     "fails": Fail(on="put"),
     "hangs": Hang(on="put"),
 }
+
+
+class Halving(SharedFakeTier):
+    """Stores none of the second half of its first batch."""
+
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        half = len(writes) if self.batches("put") else len(writes) // 2
+        await super().put(writes[:half])
+        return [True] * half + [False] * (len(writes) - half)
 
 
 def late_tier(*script: Step) -> SharedFakeTier:
@@ -52,6 +63,21 @@ async def test_a_block_that_is_stored_after_its_removal_is_removed_again(
         await removed(cache, how)
         assert cache.manager.removals == len(keys)
         comes(tier, cache)
+        await asyncio.sleep(LATE_S)
+        assert cache.manager.removals == 0
+        assert not tier.records
+
+
+async def test_a_block_that_its_batch_did_not_store_is_removed_again() -> None:
+    tier = Halving()
+    tier.removable, tier.late_s = lambda _: True, LATE_S
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        await removed(cache, "keys")
+        assert cache.manager.removals == 1
+        comes(tier, cache)
+        tier.others_remove(cache.keys(1))
         await asyncio.sleep(LATE_S)
         assert cache.manager.removals == 0
         assert not tier.records

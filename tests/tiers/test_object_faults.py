@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,9 +11,10 @@ import pytest
 
 import kvladder
 from kvladder.layout import Layout
+from kvladder.tiers.object.tier import ObjectTier
 from tests.kit.objectserver import BUCKET, ObjectServer
 from tests.kit.traffic import forgotten, keys, loaded, stored
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.tiers import objecttests  # noqa: F401 - starts the library
 from tests.tiers.test_redis_faults import LATE_S, QUICK
 
@@ -168,4 +170,67 @@ def test_a_store_that_throttles_costs_no_more_than_its_blocks():
                 assert cache.stats()["object"]["errors"]
         finally:
             server.shutdown()
+            thread.join()
+
+
+class Holding(Throttling):
+    """Passes requests on to a store, the first put only once ``goes_on`` is set."""
+
+    server: Between
+
+    def _answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_held = self.command == "PUT" and not self.server.held.is_set()
+        if is_held:
+            self.server.held.set()
+            self.server.goes_on.wait(PATIENCE_S)
+        there = http.client.HTTPConnection("127.0.0.1", self.server.behind)
+        there.request(self.command, self.path, body, dict(self.headers))
+        answer = there.getresponse()
+        found = answer.read()
+        there.close()
+        if is_held:  # the client has gone
+            self.server.done.set()
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in {"connection", "date", "server"}:
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(found)
+
+    do_GET = do_PUT = do_HEAD = do_POST = _answer
+
+
+class Between(ThreadingHTTPServer):
+    """A proxy between a cache and the store at the port ``behind``."""
+
+    def __init__(self, behind):
+        super().__init__(("127.0.0.1", 0), Holding)
+        self.behind = behind
+        self.held, self.goes_on, self.done = (threading.Event() for _ in range(3))
+
+
+def test_a_put_that_the_store_carries_out_after_a_purge_leaves_nothing(server, monkeypatch):
+    monkeypatch.setattr(ObjectTier, "late_s", 5.0)
+    with Between(server.port) as between:
+        thread = threading.Thread(target=between.serve_forever)
+        thread.start()
+        try:
+            options = {**server.options, "endpoint": f"http://127.0.0.1:{between.server_port}"}
+            with cache_over(f"s3://{BUCKET}/kv", options) as cache:
+                stored(cache, keys("tenant", 1), salt="tenant")
+                assert between.held.is_set()
+                assert cache.stats()["object"]["dropped_refused"] == 1
+                list(cache.purge("tenant"))
+                until(lambda: cache.removals == 1)  # the put may still be carried out
+                between.goes_on.set()
+                until(between.done.is_set)
+                assert b"<Key>" in server.ask("GET", BUCKET), "the store has carried it out"
+                until(lambda: not cache.removals)
+                assert b"<Key>" not in server.ask("GET", BUCKET)
+        finally:
+            between.goes_on.set()
+            between.shutdown()
             thread.join()
