@@ -178,6 +178,7 @@ class Holding(Throttling):
 
     def _answer(self):
         between = self.server
+        assert isinstance(between, Between)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         is_held = self.command == "PUT" and not between.held.is_set()
         if is_held:
