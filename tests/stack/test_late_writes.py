@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -41,7 +42,7 @@ async def removed(cache: SimCache, how: str) -> None:
     if how == "keys":
         cache.manager.remove(cache.keys(1, 2))
     else:
-        [*cache.stack.purge(None)]
+        deque(cache.stack.purge(None))
     await asyncio.sleep(0.5)
 
 

@@ -176,21 +176,21 @@ def test_a_store_that_throttles_costs_no_more_than_its_blocks():
 class Holding(Throttling):
     """Passes requests on to a store, the first put only once ``goes_on`` is set."""
 
-    server: Between
-
     def _answer(self):
+        between = self.server
+        assert isinstance(between, Between)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        is_held = self.command == "PUT" and not self.server.held.is_set()
+        is_held = self.command == "PUT" and not between.held.is_set()
         if is_held:
-            self.server.held.set()
-            self.server.goes_on.wait(PATIENCE_S)
-        there = http.client.HTTPConnection("127.0.0.1", self.server.behind)
+            between.held.set()
+            between.goes_on.wait(PATIENCE_S)
+        there = http.client.HTTPConnection("127.0.0.1", between.behind)
         there.request(self.command, self.path, body, dict(self.headers))
         answer = there.getresponse()
         found = answer.read()
         there.close()
         if is_held:  # the client has gone
-            self.server.done.set()
+            between.done.set()
             self.close_connection = True
             return
         self.send_response(answer.status)

@@ -262,8 +262,8 @@ class Level(EvictingLevel):
             self._drop("failed", blocks)
             # an abandoned call may still store blocks, which ``stored_late`` then removes
             if answer.quiet:
-                removed = [self._in_flight.settle(block.key) for block in blocks]
-                self._unstored(blocks, removed, began=answer.error != "unavailable")
+                recalled = [self._in_flight.settle(block.key) for block in blocks]
+                self._unstored(blocks, recalled, began=answer.error != "unavailable")
             else:
                 self._in_flight.abandon(block.key for block in blocks)
         else:
