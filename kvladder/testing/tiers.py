@@ -281,7 +281,11 @@ class TierTests(LabelTests):
         label = bytearray(blocks.label(salted))
         label[LABEL_BYTES // 2] ^= 1
         await self.raw_put(tier, salted.ref, bytes(label), blocks.data(salted))
-        assert await tier.purge(b"8 bytes!", lambda *_: None) == 1
+
+        def progress(done: int, total: int) -> None:
+            assert 0 <= done <= total
+
+        assert await tier.purge(b"8 bytes!", progress) == 1
         assert await blocks.contains(tier, [salted, other]) == [False, True]
         assert await blocks.get(tier, [other]) == [True]
 
