@@ -213,18 +213,18 @@ class Between(ThreadingHTTPServer):
 
 
 def test_a_put_that_the_store_carries_out_after_a_purge_leaves_nothing(server, monkeypatch):
-    monkeypatch.setattr(ObjectTier, "late_s", 5.0)
+    monkeypatch.setattr(ObjectTier, "late_s", 10.0)
     with Between(server.port) as between:
         thread = threading.Thread(target=between.serve_forever)
         thread.start()
         try:
             options = {**server.options, "endpoint": f"http://127.0.0.1:{between.server_port}"}
             with cache_over(f"s3://{BUCKET}/kv", options) as cache:
-                stored(cache, keys("tenant", 1), salt="tenant")
+                stored(cache, keys("tenant"), salt="tenant")
                 assert between.held.is_set()
-                assert cache.stats()["object"]["dropped_refused"] == 1
+                assert cache.stats()["object"]["stored"] == 0
                 list(cache.purge("tenant"))
-                until(lambda: cache.removals == 1)  # the put may still be carried out
+                until(lambda: cache.removals <= 1)  # all but the put that may still be carried out
                 between.goes_on.set()
                 until(between.done.is_set)
                 assert b"<Key>" in server.ask("GET", BUCKET), "the store has carried it out"

@@ -66,10 +66,10 @@ class ObjectTier(Tier):
     replaces it if not. Objects are got and put whole. The library never sees a slot: each block is
     copied once, in a thread. So an abandoned request cannot touch the arena.
 
-    The store may still carry an abandoned put out, up to ``late_s`` later, so no put has an effect
-    that the tier does not know of. The library repeats a put that overwrites after a timeout, and
-    tells nobody. It does not repeat one that creates. So every put creates, if need be after a
-    removal.
+    The store may still carry out a put that was abandoned, up to ``late_s`` later. The library
+    repeats a put that overwrites after a timeout, and reports only the last attempt. It does not
+    repeat one that creates. So every put creates, if need be after a removal: then each put that
+    may still come has failed.
     """
 
     Options: ClassVar[type[ObjectOptions]] = ObjectOptions
