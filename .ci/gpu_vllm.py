@@ -15,12 +15,11 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gpu_wheels import GLIBC, wanted
+from gpu_wheels import for_machine, name_of, wanted
 
 IMPORTED = (
     "annotated-types", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors",
@@ -52,29 +51,14 @@ MACHINE_CODE = 2
 def install(folder: Path, version: str, python: str) -> None:
     """Install wheels for that machine, without what they depend on; raise if pip fails."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
-    command += ["--only-binary=:all:"]
-    command += ["--target", str(folder), "--python-version", python, "--implementation", "cp"]
-    command += [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    command += ["--platform=manylinux2014_x86_64", f"vllm==={version}"]  # three: no +cpu
-    subprocess.run([*command], check=True)  # noqa: S603 - our own words
-    asked = {one.name: one for one in _requirements(folder)}
-    named = [asked[name].text if name in asked else name for name in IMPORTED]
-    subprocess.run([*command[:-1], *named, *wanted()], check=True)  # noqa: S603 - names of projects
-
-
-class _Requirement:
-    """A requirement of vLLM, without its condition."""
-
-    def __init__(self, line: str) -> None:
-        self.text = line.partition(";")[0].strip()
-        name = "".join(c if c.isalnum() or c in "-_." else " " for c in self.text).split()[0]
-        self.name = name.lower().replace("_", "-")
-
-
-def _requirements(folder: Path) -> Iterator[_Requirement]:
-    for found in distributions(path=[str(folder)]):
-        if found.metadata["Name"] == "vllm":
-            yield from map(_Requirement, found.requires or ())
+    command += ["--target", str(folder), *for_machine(python)]
+    exact = f"vllm==={version}"  # two signs would also take +cpu
+    subprocess.run([*command, exact], check=True)  # noqa: S603 - our own words
+    (vllm,) = distributions(name="vllm", path=[str(folder)])
+    asks = [one.partition(";")[0].strip() for one in vllm.requires or ()]
+    versions = {name_of(one).lower().replace("_", "-"): one for one in asks}
+    named = [versions.get(name, name) for name in IMPORTED]
+    subprocess.run([*command, *named, *wanted()], check=True)  # noqa: S603 - names of projects
 
 
 def trim(folder: Path, architecture: int) -> None:

@@ -24,13 +24,24 @@ _NAME = re.compile(r"[^\w.-]")
 _OURS = re.compile(r"kvladder\[([\w,-]+)\]")
 
 
+def name_of(requirement: str) -> str:
+    """Return a requirement's project, without extras and versions."""
+    return _NAME.split(requirement)[0]
+
+
+def for_machine(python: str) -> list[str]:
+    """Return pip's options to choose wheels for that machine and this version of Python."""
+    options = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64"]
+    return options + [f"--platform={one}" for one in platforms]
+
+
 def wanted() -> list[str]:
     """Return the requirements of kvladder, and of its tests, as pyproject.toml has them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     every = [*project["dependencies"], *_of(extras, "testing")]
-    names = [_NAME.split(one)[0] for one in every]  # before extras and versions
-    return [one for name, one in zip(names, every, strict=True) if name not in THERE]
+    return [one for one in every if name_of(one) not in THERE]
 
 
 def _of(extras: Mapping[str, Sequence[str]], name: str) -> Iterator[str]:
@@ -48,10 +59,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".whl")
     parser.add_argument("--python", default="3.12", help="version of Python on that machine")
     arguments = parser.parse_args()
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64"]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
-    command += ["--python-version", arguments.python, "--implementation", "cp"]
-    command += [f"--platform={one}" for one in platforms]
+    command = [sys.executable, "-m", "pip", "download", "-q", *for_machine(arguments.python)]
     command += ["-d", str(arguments.folder), *wanted()]
     found = subprocess.run(command, check=False)  # noqa: S603 - its parts are from pyproject.toml
     sizes = [path.stat().st_size for path in arguments.folder.glob("*.whl")]

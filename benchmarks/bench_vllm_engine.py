@@ -65,7 +65,9 @@ class Engine:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "VLLM_NO_USAGE_STATS": "1",
-                "PYTHONPATH": os.pathsep.join([str(Path(kvladder.__file__).parents[1]), *sys.path]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(kvladder.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep),
             }
         )
         command = [sys.executable, str(HERE / "vllm_child.py"), json.dumps(spec)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -133,14 +133,11 @@ def test_no_loss_of_power_undoes_a_removal(mode: Mode, how: Callable[[SimCache],
             break
 
 
-def test_a_removal_is_not_done_before_it_is_synced() -> None:
-    """A disk that fails to sync: the removal stays owed, and is paid when the disk works again."""
+def require_paid(owe: Callable[[FakeDisk], Awaitable[SimCache]]) -> None:
+    """Require that what is owed on a failing disk is paid when the disk works again."""
 
     async def work() -> bool:
-        cache = await cache_on(disk)
-        disk.refuse = lambda call, path: errno.EIO if call == "fsync" else 0
-        cache.manager.remove(RED)
-        await asyncio.sleep(5.0)
+        cache = await owe(disk)
         assert cache.manager.removals
         disk.refuse = lambda _call, _path: 0
         return await forgotten(cache, disk)
@@ -149,6 +146,19 @@ def test_a_removal_is_not_done_before_it_is_synced() -> None:
     assert sim_run(work())
     disk.crash("drop")
     sim_run(look(disk, gone=RED, kept=BLUE))
+
+
+def test_a_removal_is_not_done_before_it_is_synced() -> None:
+    """A disk that fails to sync: the removal stays owed, and is paid when the disk works again."""
+
+    async def owe(disk: FakeDisk) -> SimCache:
+        cache = await cache_on(disk)
+        disk.refuse = lambda call, path: errno.EIO if call == "fsync" else 0
+        cache.manager.remove(RED)
+        await asyncio.sleep(5.0)
+        return cache
+
+    require_paid(owe)
 
 
 def test_a_later_write_to_a_wrong_place_undoes_no_removal_that_it_spares() -> None:
@@ -194,18 +204,13 @@ def test_a_later_write_to_a_wrong_place_undoes_no_removal_that_it_spares() -> No
 
 
 def test_a_removal_from_a_level_that_is_left_out_is_owed_until_it_is_synced() -> None:
-    async def work() -> bool:
+    async def owe(disk: FakeDisk) -> SimCache:
         disk.refuse = lambda _call, _path: errno.EIO
         cache = await cache_on(disk)
         cache.manager.remove(RED)
-        assert cache.manager.removals
-        disk.refuse = lambda _call, _path: 0
-        return await forgotten(cache, disk)
+        return cache
 
-    disk = on_disk()
-    assert sim_run(work())
-    disk.crash("drop")
-    sim_run(look(disk, gone=RED, kept=BLUE))
+    require_paid(owe)
 
 
 @pytest.mark.parametrize("mode", LOSSES)

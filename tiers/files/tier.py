@@ -331,8 +331,9 @@ class FilesTier(Tier):
         found = await self._must([partial(find, part) for part in parts])
         left = [one for part in found for one in part]
         now = left[: self.batch_max]
-        for place in (whole := [one.place for one in now if one.start == 0]):
-            self._tags[place] = 0  # a damaged block no longer counts as stored
+        whole = [one.place for one in now if one.start == 0]
+        for place in whole:  # a damaged block no longer counts as stored
+            self._tags[place] = 0
         await self._must([partial(eraser.wipe, one) for one in now])
         await self._must([partial(eraser.finish, now)])
         if len(now) < len(left):
@@ -394,7 +395,8 @@ class FilesTier(Tier):
         if self._store is not None or self._pool is not None:
             # if a call hangs, its files and the lock stay open, since it may still write
             pool = self._pool or BlockingPool(1, "kvladder-files")
-            await pool.aclose(self._store.close if self._store else int, timeout_s=CLOSE_TIMEOUT_S)
+            last = self._store.close if self._store else lambda: None
+            await pool.aclose(last, timeout_s=CLOSE_TIMEOUT_S)
 
 
 class _Puts:
