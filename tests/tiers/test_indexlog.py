@@ -157,10 +157,10 @@ def test_leftovers_of_a_failed_append_do_not_come_back(disk: FakeDisk) -> None:
     log.close()
     log, _ = opened(disk)
     log.remove([item(2), item(3)])
-    log.put([item(4)])
+    log.put([item(4), item(20, 2)])
     log.close()
-    disk.put(PATH, disk.content(PATH) + stale)  # older numbers after newer ones
-    assert found(disk) == [item(1), item(4)]
+    disk.put(PATH, disk.content(PATH) + stale)  # older numbers: they hide no newer block either
+    assert found(disk) == [item(1), item(4), item(20, 2)]
 
 
 def test_no_write_to_a_wrong_place_hides_the_records_behind_it(disk: FakeDisk) -> None:
