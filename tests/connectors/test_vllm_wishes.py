@@ -65,6 +65,7 @@ def test_a_priority_below_a_tiers_threshold_keeps_blocks_off_it(priority: int, t
     stack = engine.half.connector.manager._stack
     until(engine.half.connector.manager.idle)
     assert bool(len(stack.levels[0].index)) == takes
+    assert bool(engine.half.stats()["nvme"]["stored_s"]) == takes  # nor is it written and undone
     assert len(stack.host.index) > 0
     engine.close()
 

@@ -265,6 +265,16 @@ def test_a_block_that_is_held_is_not_evicted_until_it_is_released() -> None:
     engine.check()
 
 
+def test_a_prefix_that_a_request_holds_is_not_evicted_for_it() -> None:
+    engine = Engine(3)
+    engine.run(range(8))
+    with pytest.raises(OutOfBlocks):
+        engine.run(range(16))
+    assert on_device(engine, range(8)) == 2
+    engine.run(range(12))
+    engine.check()
+
+
 def test_a_slot_that_is_being_offloaded_is_not_handed_out() -> None:
     engine = Engine(2, host=4, delayed=True)
     engine.run(range(8))
