@@ -91,7 +91,9 @@ def compared(stats: dict[str, Any], stack: dict[str, Any], path: Path, how: str)
     result = replay(trace, load_config(stack, env={}), ReplaySettings(BLOCK_BYTES))
     pairs: dict[str, tuple[int, int]] = {}
     for level in result.hits:
-        pairs[f"hits of {level}"] = stats[level]["hits"], result.hits[level]
+        # blocks on their way to host for another request are host's
+        counted = stats[level]["hits"] + stats[level]["joined"]
+        pairs[f"hits of {level}"] = counted, result.hits[level]
         pairs[f"writes to {level}"] = stats[level]["stored"], result.written[level]
         pairs[f"evictions of {level}"] = stats[level]["evicted"], result.evicted[level]
     pairs["misses"] = missed_of(stats["misses"]["blocks"]), missed_of(result.missed)
@@ -116,7 +118,8 @@ def promised(model: Path, folder: Path, path: Path) -> Iterator[Row]:
         point = found[f"{medium}_knee"]
         host, files = point["memory_bytes"], point["disk_bytes"]
         stats = served(model, stack_of(folder / f"planned-{medium}", host, files), 1)
-        hits = sum(counts["hits"] for name, counts in stats.items() if name in ("host", "files"))
+        levels = [stats[name] for name in ("host", "files") if name in stats]
+        hits = sum(counts["hits"] + counts["joined"] for counts in levels)
         yield Row(
             name=f"plan, the knee of {medium}",
             unit="hits by blocks asked for",

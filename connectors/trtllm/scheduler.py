@@ -258,6 +258,9 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         if full <= begin:
             return
         state.saved = full
+        recorder = recorder_of(self._cache.manager)
+        if recorder is not None and begin < state.prompt // self._cache.tokens <= full:
+            recorder.saved(request_id)
         named = self._named(state, full)
         keys = named[begin:]
         blocks = state.blocks[begin:full]

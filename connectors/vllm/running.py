@@ -222,6 +222,13 @@ class RunningScheduler:
                 self.connector.manager.touch(keys, session=state.policy.session)
         return answer_of(state)
 
+    def _record_save(self, recorder: Recorder, state: RequestState, before: int) -> None:
+        """Record that a prompt is saved, if its last whole block is among those just offered."""
+        main = self._groups.main
+        whole = state.request.num_prompt_tokens // main.tokens
+        if before < whole <= state.saved[main.index]:
+            recorder.saved(state.request.request_id)
+
     def _record_end(self, recorder: Recorder, request: Any, state: RequestState) -> None:
         """Record what a finished request has asked for, computed and saved."""
         main, is_named = self._groups.main, self._answers.named(state)
@@ -303,7 +310,10 @@ class RunningScheduler:
             if state is not None and self._answers.named(state):
                 computed = state.request.num_computed_tokens + scheduled
                 if computed >= state.due:
+                    before = state.saved[self._groups.main.index]
                     self._saver.full(state, output, computed)
+                    if self._recorder is not None:
+                        self._record_save(self._recorder, state, before)
         self._saver.handed(self._states, output)
 
     def unfilled(self, blocks: Collection[int]) -> None:

@@ -2,15 +2,15 @@
 
 Everything that decides is real: the manager, the levels, their rules and policies, and the choice
 between fetching and computing. Only the media are replaced, by tiers that take a medium's time, and
-the arena has no bytes. Requests are served one after the other: each is looked up, fetched, and
-saved once it is computed, and then touched, as by vLLM's connector.
+the arena has no bytes. Each request is looked up, fetched, and saved once it is computed, and then
+touched, as by vLLM's connector. Requests overlap as they did in the run, if the trace tells it:
+their lookups, saves and ends are in its order. Else they are served one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
@@ -22,7 +22,7 @@ from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.manager import CacheManager
+from kvladder.manager import CacheManager, Fetch
 from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.replay.loop import VirtualLoop
 from kvladder.replay.medium import PacedTier, Speeds
@@ -70,7 +70,7 @@ class ReplayResult:
     requests: int = 0
     asked: int = 0
     hits: dict[str, int] = field(default_factory=dict[str, int])
-    """By the level that had the block."""
+    """By the level that had the block; host if it was on its way there for another request."""
     written: dict[str, int] = field(default_factory=dict[str, int])
     written_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """After codecs."""
@@ -139,6 +139,35 @@ def with_policy(config: StackConfig, name: str) -> StackConfig:
     return msgspec.structs.replace(config, tiers=tiers)
 
 
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request that has not ended."""
+
+    request: TraceRequest
+    keys: Sequence[BlockKey]
+    fetch: Fetch | None = None
+    waiting: asyncio.Task[None] | None = None
+    """Ends when the fetch is done."""
+
+
+def _happenings(requests: Sequence[TraceRequest]) -> list[tuple[str, int]]:
+    """Return in order what happens to each request: it begins, is saved and ends.
+
+    That is the run's own order if the trace has it for every request; else one request ends before
+    the next one begins.
+    """
+    kinds = ("begin", "save", "end")
+    orders = [one.order for one in requests if one.order is not None]
+    if len(orders) < len(requests):
+        return [(kind, number) for number in range(len(requests)) for kind in kinds]
+    found = [
+        (at, kinds.index(kind), number)
+        for number, order in enumerate(orders)
+        for kind, at in zip(kinds, order, strict=True)
+    ]
+    return [(kinds[kind], number) for _, kind, number in sorted(found)]
+
+
 class _Replayer:
     """One replay, inside a virtual loop."""
 
@@ -161,23 +190,30 @@ class _Replayer:
         self._result = ReplayResult(
             ", ".join(named), token_s=settings.token_s, block_tokens=trace.block_tokens
         )
-        self._hits = Counter[str]()
+        self._open: dict[int, _OpenRequest] = {}
 
     async def run(self, progress: Callable[[int, int], object]) -> ReplayResult:
         """Replay all requests and return the counts."""
         loop, result, requests = asyncio.get_running_loop(), self._result, self._trace.requests
-        manager, stack = await self._open()
+        manager, stack = await self._start()
         token_s = self._settings.token_s
         if token_s is not None:
             manager.prefilled(self._trace.block_tokens * 64, token_s * 64 * result.block_tokens)
         begin_s = requests[0].at_s
-        for number, request in enumerate(requests):
-            if number % REPORT_EVERY == 0:
-                progress(number, len(requests))
-            wait_s = request.at_s - begin_s - loop.time()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            await self._serve(request, manager, stack)
+        begun = 0
+        for kind, number in _happenings(requests):
+            if kind == "begin":
+                if begun % REPORT_EVERY == 0:
+                    progress(begun, len(requests))
+                begun += 1
+                wait_s = requests[number].at_s - begin_s - loop.time()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                self._open[number] = self._begin(requests[number], manager)
+            elif kind == "save":
+                await self._save(self._open[number], manager)
+            else:
+                await self._end(self._open.pop(number), manager, stack)
         progress(len(requests), len(requests))
         result.virtual_s = loop.time()
         await self._settle(stack)
@@ -185,7 +221,7 @@ class _Replayer:
         await stack.aclose(flush_timeout_s=0)
         return result
 
-    async def _open(self) -> tuple[CacheManager, TierStack]:
+    async def _start(self) -> tuple[CacheManager, TierStack]:
         config, layout, loop = self._config, self._layout, asyncio.get_running_loop()
         slots = config.arena_slots(layout)
         arena = VirtualArena(max(1, slots), layout.slot_bytes)
@@ -230,35 +266,47 @@ class _Replayer:
     def _stored_bytes(self, level: str) -> float:
         return self._settings.block_bytes * self._settings.ratios.get(level, 1.0)
 
-    async def _serve(self, request: TraceRequest, manager: CacheManager, stack: TierStack) -> None:
-        """Look up, fetch, compute and save one request's blocks."""
-        result, loop, token_s = self._result, asyncio.get_running_loop(), self._settings.token_s
-        result.requests += 1
-        keys = [self._keys[block] for block in request.used]
+    def _begin(self, request: TraceRequest, manager: CacheManager) -> _OpenRequest:
+        """Look up a request's blocks, and begin to fetch them."""
+        self._result.requests += 1
         wanted = [self._keys[block] for block in request.wanted]
-        result.asked += len(wanted)
-        here = own = 0 if request.asked is None else request.asked[0]
+        self._result.asked += len(wanted)
+        found = _OpenRequest(request, [self._keys[block] for block in request.used])
         if wanted:
-            begun_s = loop.time()
             tokens = len(wanted) * self._trace.block_tokens
-            fetch = manager.fetch(wanted, saves=AvoidedCompute(tokens))
-            while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
-                await asyncio.sleep(POLL_S)
-            result.wait_s += loop.time() - begun_s
-            here += fetch.blocks
-            self._hits.update(fetch.sources)
-            fetch.release()
+            found.fetch = manager.fetch(wanted, saves=AvoidedCompute(tokens))
+            found.waiting = asyncio.create_task(self._wait(found.fetch))
+        return found
+
+    async def _wait(self, fetch: Fetch) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
+            await asyncio.sleep(POLL_S)
+        self._result.wait_s += loop.time() - begun_s
+
+    async def _save(self, one: _OpenRequest, manager: CacheManager) -> None:
+        """Take what was found of a request's blocks, compute the rest, and save all of them."""
+        request, token_s = one.request, self._settings.token_s
+        here = own = 0 if request.asked is None else request.asked[0]
+        if one.fetch is not None and one.waiting is not None:
+            await one.waiting
+            here += one.fetch.blocks
+            one.fetch.release()
         if own:
-            manager.touch(keys[:own])
-        if token_s is not None:
+            manager.touch(one.keys[:own])
+        if token_s is not None and request.order is None:
             left = max(0, request.input_tokens - here * self._trace.block_tokens)
             await asyncio.sleep(left * token_s)
-        if keys:
-            manager.save(keys).commit()
-        if token_s is None:  # an engine writes while it computes, so before a request ends
-            await self._settle(stack)
-        if keys:
-            manager.touch(keys)
+        if one.keys:
+            manager.save(one.keys).commit()
+
+    async def _end(self, one: _OpenRequest, manager: CacheManager, stack: TierStack) -> None:
+        """Use a request's blocks for the last time."""
+        if self._settings.token_s is None:
+            await self._settle(stack)  # an engine writes while it computes
+        if one.keys:
+            manager.touch(one.keys)
 
     async def _settle(self, stack: TierStack) -> None:
         """Wait until blocks on their way down are written."""
@@ -273,7 +321,7 @@ class _Replayer:
         result.missed = stats["misses"]["blocks"]
         for level in (self._config.host, *self._config.levels):
             counts: Mapping[str, Any] = stats[level.name]
-            result.hits[level.name] = self._hits[level.name]
+            result.hits[level.name] = counts["hits"] + counts["joined"]
             result.written[level.name] = counts["stored"]
             size = self._stored_bytes(level.name)
             if level is self._config.host:

@@ -2,9 +2,10 @@
 
 Each line has ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), and
 ``hash_ids``: one id for each block of the prompt, which stands for the whole prefix up to there.
-Ids are integers of any size, or text. A recording of ours may have two more: ``asked``, the
-positions of the first block that the engine asked the cache for, and of the one after the last; and
-``output_hash_ids``, the ids of the blocks that it saved beyond the prompt.
+Ids are integers of any size, or text. A recording of ours may have three more: ``asked``, the
+positions of the first block that the engine asked the cache for, and of the one after the last;
+``output_hash_ids``, the ids of the blocks that it saved beyond the prompt; and ``order``, the
+positions of its arrival, of the save of its prompt and of its end among those of all requests.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SHOWN_MAX: Final = 60
 NO_LINE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of decoding a line that is wrong, or has numbers of more than 64 bits."""
 _ASKED: Final = "expected two positions in hash_ids, such as [0, 3]"
+_ORDER: Final = "expected three numbers, none less than the one before it, such as [7, 9, 12]"
 
 
 class TraceError(ConfigError):
@@ -57,6 +59,9 @@ class TraceRequest(NamedTuple):
     after the last; None if that is not known: then it asked for all."""
     answer: Sequence[int] = ()
     """Numbers of the blocks that the engine saved beyond the prompt."""
+    order: tuple[int, int, int] | None = None
+    """Positions of its arrival, of the save of its prompt and of its end among those of all
+    requests; None if they are not known."""
 
     @property
     def wanted(self) -> Sequence[int]:
@@ -104,6 +109,7 @@ class _Line(msgspec.Struct):
     output_length: int = -1
     asked: tuple[int, int] | None = None
     output_hash_ids: list[int | str] = []
+    order: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -254,7 +260,9 @@ def _add(line: bytes, reading: _Reading, where: str, *, last: bool) -> None:
     prompt, answer = numbers[:end], numbers[end:]
     output = max(0, found.output_length)
     at_s, length = found.timestamp / 1000, found.input_length
-    reading.requests.append(TraceRequest(at_s, length, output, prompt, found.asked, answer))
+    reading.requests.append(
+        TraceRequest(at_s, length, output, prompt, found.asked, answer, found.order)
+    )
 
 
 class _Cut(Exception):
@@ -284,8 +292,9 @@ def _slowly(text: bytes, where: str) -> _Line:
             raise TraceError(f"{name}: {_shown(value)}", file=where, hint=hint)
     ids, more = (_ids(entry, name, where) for name in ("hash_ids", "output_hash_ids"))
     output = int(entry["output_length"]) if "output_length" in entry else -1
-    asked = _asked(entry["asked"], where) if "asked" in entry else None
-    return _Line(entry["timestamp"], int(entry["input_length"]), ids, output, asked, more)
+    asked = _whole(entry, "asked", 2, _ASKED, where)
+    order = _whole(entry, "order", 3, _ORDER, where)
+    return _Line(entry["timestamp"], int(entry["input_length"]), ids, output, asked, more, order)
 
 
 def _ids(entry: Mapping[str, Any], name: str, where: str) -> list[int | str]:
@@ -301,12 +310,14 @@ def _ids(entry: Mapping[str, Any], name: str, where: str) -> list[int | str]:
     return cast("list[int | str]", ids)
 
 
-def _asked(value: Any, where: str) -> tuple[int, int]:
-    """Return two positions."""
-    both = [type(one) is int for one in value] if is_list(value) else []
-    if both != [True, True]:
-        raise TraceError(f"asked: {_shown(value)}", file=where, hint=_ASKED)
-    return cast("tuple[int, int]", tuple(value))
+def _whole(entry: Mapping[str, Any], name: str, count: int, hint: str, where: str) -> Any:
+    """Return so many whole numbers as a tuple; None if the entry has none of that name."""
+    if name not in entry:
+        return None
+    value: Any = entry[name]
+    if not is_list(value) or [type(one) for one in value] != [int] * count:
+        raise TraceError(f"{name}: {_shown(value)}", file=where, hint=hint)
+    return tuple(value)
 
 
 def _check_values(found: _Line, where: str) -> None:
@@ -323,6 +334,8 @@ def _check_values(found: _Line, where: str) -> None:
     if found.asked is not None and not 0 <= found.asked[0] <= found.asked[1] <= len(found.hash_ids):
         what = f"asked: {_shown([*found.asked])} of {len(found.hash_ids)} hash_ids"
         raise TraceError(what, file=where, hint=_ASKED)
+    if found.order is not None and [*found.order] != sorted(found.order):
+        raise TraceError(f"order: {[*found.order]}", file=where, hint=_ORDER)
 
 
 def _numbered(ids: Sequence[int | str], reading: _Reading) -> array[int]:

@@ -31,7 +31,7 @@ CLOSE_S: Final = 5.0
 ID_BITS: Final = 53
 _encode: Final = msgspec.json.Encoder().encode
 
-Kind = Literal["asked", "arrived", "finished"]
+Kind = Literal["asked", "arrived", "saved", "finished"]
 Keys = Sequence[BlockKey]
 Asked = tuple[int, int]
 """Positions of the first block that is asked for, and of the one after the last."""
@@ -41,8 +41,8 @@ class _RecordEvent(NamedTuple):
     kind: Kind
     at_s: float
     request: Hashable
-    keys: Keys
-    tokens: int
+    keys: Keys = ()
+    tokens: int = 0
     asked: Asked | None = None
     answer: Keys = ()
 
@@ -54,6 +54,12 @@ class _OpenLine:
     at_s: float
     keys: Keys
     input_tokens: int
+    number: int
+    """Position of its arrival among the arrivals, saves and ends of all requests."""
+    saved: int | None = None
+    """Position of the save of its prompt; None if that was not told."""
+    ended: int | None = None
+    """Position of its end."""
     output_tokens: int = 0
     asked: Asked | None = None
     answer: Keys = ()
@@ -117,6 +123,8 @@ class Recorder:
         self._events: deque[_RecordEvent] = deque()
         self._blocks = 0
         """Number of blocks in ``_events``."""
+        self._happened = 0
+        """Number of arrivals, saves and ends so far."""
         self._closing = False
         self._open: OrderedDict[Hashable, _OpenLine] = OrderedDict()
         self._open_blocks = 0
@@ -145,6 +153,10 @@ class Recorder:
         self._names_requests = True
         self._put(_RecordEvent("arrived", self._now(), request, keys, tokens))
 
+    def saved(self, request: Hashable) -> None:
+        """Record that the save of a request's whole prompt has begun; once for each request."""
+        self._put(_RecordEvent("saved", self._now(), request))
+
     def finished(
         self,
         request: Hashable,
@@ -168,7 +180,7 @@ class Recorder:
         with self._ready:
             is_full = len(self._events) >= EVENTS_MAX or self._blocks + blocks > BLOCKS_MAX
             if self._closing or is_full:
-                self.counts.dropped += event.kind != "finished"
+                self.counts.dropped += event.kind in ("asked", "arrived")
                 return
             self._blocks += blocks
             self._events.append(event)
@@ -210,21 +222,31 @@ class Recorder:
 
     def _take(self, event: _RecordEvent) -> None:
         if event.kind == "asked":
-            self._add(object(), _OpenLine(event.at_s, event.keys, event.tokens, is_over=True))
+            self._begin(object(), event).is_over = True
         elif event.kind == "arrived":
             if event.request not in self._open:
-                self._add(event.request, _OpenLine(event.at_s, event.keys, event.tokens))
-        elif (line := self._open.get(event.request)) is not None:
-            line.output_tokens, line.is_over = event.tokens, True
+                self._begin(event.request, event)
+        elif (line := self._open.get(event.request)) is None:
+            return
+        elif event.kind == "saved":
+            line.saved = self._next() if line.saved is None else line.saved
+        else:
+            line.output_tokens, line.is_over, line.ended = event.tokens, True, self._next()
             line.asked, line.answer = event.asked, event.answer
             self._open_blocks += len(event.answer)
             if not line.keys:
                 line.keys = event.keys
                 self._open_blocks += len(event.keys)
 
-    def _add(self, request: Hashable, line: _OpenLine) -> None:
+    def _begin(self, request: Hashable, event: _RecordEvent) -> _OpenLine:
+        line = _OpenLine(event.at_s, event.keys, event.tokens, self._next())
         self._open[request] = line
         self._open_blocks += len(line.keys)
+        return line
+
+    def _next(self) -> int:
+        self._happened += 1
+        return self._happened
 
     def _write_finished(self) -> None:
         """Write requests in the order of their arrival, as far as the oldest have finished."""
@@ -267,6 +289,9 @@ class Recorder:
         }
         if line.asked is not None:  # of a prompt that goes on with its answer, there may be more
             found["asked"] = [min(at, len(line.keys)) for at in line.asked]
+        if self._names_requests:
+            ended = self._next() if line.ended is None else line.ended
+            found["order"] = [line.number, ended if line.saved is None else line.saved, ended]
         if line.answer:
             found["output_hash_ids"] = [self._id(key) for key in line.answer]
         return found

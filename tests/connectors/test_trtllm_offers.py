@@ -202,3 +202,4 @@ def test_a_recording_has_one_line_a_request(
     assert (trace.unique, trace.block_tokens) == (15, BLOCK)
     assert [one.asked for one in trace.requests] == [(0, 12), (0, 14), (0, 0)]
     assert not any(one.answer for one in trace.requests)
+    assert [one.order for one in trace.requests] == [(1, 2, 3), (4, 5, 6), (7, 8, 8)]

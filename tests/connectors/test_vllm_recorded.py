@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,6 +75,45 @@ def test_a_replay_counts_what_the_run_counted(tmp_path: Path, save_decode: bool,
     assert result.evicted["host"] == stats["host"]["evicted"] > 0
 
 
+def together(engine: Engine, seed: int) -> None:
+    """Serve conversations, four requests at a time."""
+    random, talks = Random(seed), list[list[int]]()
+    for _ in range(20):
+        prompts = [
+            [*random.choice(talks or [[]]), *random.choices(range(99), k=12)] for _ in range(4)
+        ]
+        begun = [engine.add(tokens, length=len(tokens) + 9) for tokens in prompts]
+        engine.run()
+        until(engine.half.connector.manager.idle)
+        talks = [one for one in [*talks, *(each.tokens for each in begun)] if len(one) < 48][-12:]
+
+
+def test_a_replay_has_the_levels_of_requests_that_overlapped(tmp_path: Path) -> None:
+    wrong = wrong_one_by_one = 0
+    for seed in range(3):
+        settings = source(tmp_path / f"trace-{seed}.jsonl", 60)
+        below = {"name": "below", "type": "memory", "capacity": "1 MiB", "when": "commit"}
+        settings["tiers"].append(below)
+        engine = Engine(settings, blocks=120, seed=seed)
+        together(engine, seed)
+        loaded, stats = engine.loaded, engine.half.stats()
+        engine.close()
+        trace = read_trace(tmp_path / f"trace-{seed}.jsonl", block_tokens=TOKENS)
+        apart = replace(trace, requests=[one._replace(order=None) for one in trace.requests])
+        config = load_config(settings, env={})
+        result, serial = (replay(one, config, ReplaySettings(4096)) for one in (trace, apart))
+        hits = {"host": stats["host"]["hits"] + stats["host"]["joined"]}
+        hits["below"] = stats["below"]["hits"]
+        print(f"run {hits}, replay {result.hits}, one by one {serial.hits}")
+        for level in ("host", "below"):
+            assert result.written[level] == stats[level]["stored"]
+            assert result.hits[level] == pytest.approx(hits[level], rel=0.1)
+        assert sum(result.hits.values()) == sum(serial.hits.values()) == loaded
+        wrong += abs(result.hits["below"] - hits["below"])
+        wrong_one_by_one += abs(serial.hits["below"] - hits["below"])
+    assert 2 * wrong < wrong_one_by_one
+
+
 def test_requests_that_wait_are_asked_for_again_and_are_one_line(tmp_path: Path) -> None:
     engine = Engine(source(tmp_path / "trace.jsonl", 60), blocks=40)
     for first in (1, 2, 1, 3):  # more than there is room for at once: they are preempted, too
@@ -88,6 +128,12 @@ def test_requests_that_wait_are_asked_for_again_and_are_one_line(tmp_path: Path)
     assert all(one.output_tokens >= 3 * TOKENS for one in trace.requests[:4])
     assert [one.asked for one in trace.requests] == [*[(0, 8)] * 4, (0, 0)]
     assert [len(one.answer) for one in trace.requests] == [2, 2, 2, 2, 0]
+    orders = [one.order for one in trace.requests if one.order is not None]
+    assert [one[0] for one in orders[:4]] == [1, 2, 3, 4]
+    assert sorted(orders) == orders
+    assert len({at for one in orders[:4] for at in one}) == 12
+    aborted_at = orders[-1]
+    assert aborted_at[1] == aborted_at[2] == aborted_at[0] + 1
     assert trace.unique == 3 * 9 + 4 * 2 + 2
 
 

@@ -134,6 +134,9 @@ def test_ids_that_are_no_prefixes_are_warnings(path: Path) -> None:
         (line(asked=[0, 3]), ":1", "asked: [0, 3] of 2 hash_ids (expected two positions"),
         (line(asked=[2, 1]), ":1", "asked: [2, 1] of 2 hash_ids"),
         (line(asked=[-1, 1]), ":1", "asked: [-1, 1] of 2 hash_ids"),
+        (line(order=[3, 1]), ":1", "order: [3, 1] (expected three numbers, none less than"),
+        (line(order=[3, 1, 4]), ":1", "order: [3, 1, 4] (expected three numbers, none less than"),
+        (line(order=[1, 2, 3.5]), ":1", "order: [1, 2, 3.5] (expected three numbers"),
         (line(output_hash_ids=8), ":1", "output_hash_ids: a number 8 (expected a list of ids)"),
         (line(output_hash_ids=[8, None]), ":1", "output_hash_ids[1]: null None (expected a number"),
         ("[" * 100_000 + "\n" + line(), ":1", "not JSON: [["),
@@ -207,12 +210,13 @@ def test_a_prompt_longer_than_any_block_is_read(path: Path) -> None:
 
 
 def test_a_recording_tells_what_the_engine_asked_for_and_saved(path: Path) -> None:
-    first = line(asked=[1, 2], output_hash_ids=[5, 6])
+    first = line(asked=[1, 2], output_hash_ids=[5, 6], order=[1, 2, 2])
     path.write_text(f"{first}\n{line(timestamp=9, hash_ids=[1, 2, 5])}\n")
     trace = read_trace(path, block_tokens=400)
     one, other = trace.requests
     assert (list(one.blocks), list(one.answer), one.asked) == ([0, 1], [2, 3], (1, 2))
     assert (list(one.wanted), list(one.used)) == ([1], [0, 1, 2, 3])
+    assert (one.order, other.order) == ((1, 2, 2), None)
     assert list(other.wanted) == list(other.used) == list(other.blocks) == [0, 1, 2]
     assert (trace.blocks, trace.own, trace.unique, trace.warnings) == (4, 1, 4, ())
 

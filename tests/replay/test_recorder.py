@@ -98,6 +98,7 @@ def test_a_lookup_is_a_line(path: Path) -> None:
     assert second["timestamp"] == 1000
     assert first["input_length"] == 2 * TOKENS
     assert first["output_length"] == 0
+    assert "order" not in first
     assert first["hash_ids"][0] == second["hash_ids"][0]
     assert len({*first["hash_ids"], *second["hash_ids"]}) == 3
     assert one.recorder.stats() == {
@@ -152,7 +153,25 @@ def test_a_line_has_what_was_asked_for_and_saved_if_that_is_told(path: Path) -> 
     assert first["output_hash_ids"] == last["hash_ids"][2:]
     assert (first["asked"], third["asked"]) == ([1, 2], [1, 2])
     assert not {"asked", "output_hash_ids"} & second.keys()
+    assert all("order" in line for line in (first, second, third, last))
     assert one.recorder._open_blocks == len(last["hash_ids"])  # the last one never finished
+
+
+def test_a_line_has_its_place_among_all_arrivals_saves_and_ends(path: Path) -> None:
+    one = Recording(path)
+    told = one.recorder
+    told.arrived("a", keys(1), 20)
+    told.arrived("b", keys(2), 20)
+    told.saved("a")
+    told.arrived("c", keys(3), 20)
+    told.saved("a")  # once more, as after a preemption
+    told.saved("stranger")
+    told.finished("b", (), 1)  # its prompt was not saved
+    told.arrived("d", keys(4), 20)
+    told.finished("a", (), 1)
+    told.finished("c", (), 1)
+    one.recorder.close()  # before d has finished
+    assert [line["order"] for line in lines(path)] == [[1, 3, 7], [2, 5, 5], [4, 8, 8], [6, 9, 9]]
 
 
 def test_closing_writes_requests_that_have_not_finished(path: Path) -> None:
