@@ -13,7 +13,7 @@ import pytest
 from kvladder.arena import Arena, ArenaHandle
 from kvladder.connectors.listener import connect
 from kvladder.connectors.trtllm.options import STACK
-from kvladder.connectors.trtllm.ranks import MESSAGE_MAX, Rank, Ranks
+from kvladder.connectors.trtllm.ranks import HELLO_MAX, Rank, Ranks
 from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Copier, Finished, JobId
 from kvladder.gpu.copy.cpu import CpuCopier
@@ -119,7 +119,7 @@ def test_messages_of_foreign_clients_are_refused_and_never_run(
         assert "was refused" in said.texts[-1]
     assert not (tmp_path / "ran").exists()
     with connect(ranks.address) as connection:
-        os.write(connection.fileno(), (MESSAGE_MAX + 1).to_bytes(4))
+        os.write(connection.fileno(), (HELLO_MAX + 1).to_bytes(4))
         with pytest.raises((EOFError, OSError)):  # it is hung up on
             connection.recv_bytes()
     assert not ranks.complete
@@ -135,7 +135,7 @@ def test_an_unknown_or_repeated_rank_is_turned_away(ranks: Ranks, said: Said, nu
     until(lambda: ranks.complete)
     other = Rank(meeting(ranks), number, FIELDS)
     until(lambda: said.texts)
-    assert f"rank {number} was refused" in said.texts[-1]
+    assert f"was refused as rank {number}" in said.texts[-1]
     first.tell([Finished(JobId(7), True, 8, 0.5)])
     until(lambda: ranks.ended() == [Finished(JobId(7), True, 8, 0.5)])
     other.close()
@@ -147,5 +147,6 @@ def test_a_rank_that_sends_an_invalid_message_is_disconnected(ranks: Ranks, said
     until(lambda: ranks.complete)
     rank._connection.send_bytes(b"\xc1")
     until(lambda: not ranks.complete)
-    assert "rank 1 sent an invalid message" in said.texts[-1]
+    until(lambda: said.texts)
+    assert "sent an invalid message as rank 1" in said.texts[-1]
     rank.close()
