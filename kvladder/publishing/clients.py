@@ -1,4 +1,4 @@
-"""Bounds the clients of a feed of events: their connections, and how often each asks for a replay."""
+"""Bounds connections to a feed of events by address, and how often each asks for a replay."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ async def test_every_statistic_is_exposed() -> None:
         stats["events"] = {"clients": {"::1": 1}} | dict.fromkeys(
             ("replays", "refused", "turned_away"), 1
         )
-        ranks = dict.fromkeys(("clients", "client_requests", "client_messages"), {"process 1": 1})
-        stats["ranks"] = ranks | {"client_slots": {"save": {"process 1": 1}}}
-        stats["ranks"] |= dict.fromkeys(
+        one = {"process 1": 1}
+        stats["ranks"] = {"clients": one, "client_requests": one, "client_messages": one}
+        stats["ranks"] |= {"client_slots": {"save": one}} | dict.fromkeys(
             ("displaced", "refused", "clients_lost", "messages_refused"), 1
         )
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
