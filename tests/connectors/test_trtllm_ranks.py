@@ -81,6 +81,10 @@ def test_a_rank_joins_once_its_device_has_registered_the_whole_arena(
     if whole:
         engine.until(lambda: engine.scheduler._cache.complete)
         assert engine.run(prompt).saves
+        manager = engine.scheduler._cache.manager
+        assert manager.stats()["ranks"]["clients"] == {f"process {os.getpid()}": 1}
+        for line in ("ranks' connections: 1 of 512", "a message has at most 16 MiB, before"):
+            assert line in manager.describe()
     else:
         for _ in range(3):
             assert not engine.run(prompt).saves
