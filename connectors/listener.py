@@ -178,12 +178,12 @@ class LocalListener:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-                line = self._admitted(connection)
             except OSError as error:
                 if not self._closed:
                     self._say("ranks", f"ranks cannot connect for now: {error!r}")
                 wait([self._ending], PAUSE_S)  # the cause may last: do not spin
                 continue
+            line = self._admitted(connection)
             if line is None:
                 connection.close()
             else:
@@ -193,10 +193,10 @@ class LocalListener:
         """Return a place for a connection; None if it gets none."""
         with _socket_of(connection) as end:
             process, user = _peer_of(end)
+            if user != os.getuid() or _has_ended(end):
+                return None
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, _timeval(TIMEOUT_S))
-        if user != os.getuid():
-            return None
         with self._lock:
             peer = self._peers.get(process) or Peer(process)
             is_few = self._messages.allows(peer.name.encode(), peer.name, self._now())
@@ -355,6 +355,16 @@ def _peer_of(end: socket.socket) -> tuple[int, int]:
     told = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(told)
     return int(process), int(user)
+
+
+def _has_ended(end: socket.socket) -> bool:
+    """Return whether the other end is closed and has sent nothing."""
+    try:
+        return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _timeval(seconds: float) -> bytes:
