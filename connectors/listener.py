@@ -13,6 +13,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from threading import Lock
 from typing import Any, Final
 
+import msgspec
+
 from kvladder.export.bounds import MESSAGES_MAX, WINDOW_S, MessageCounter
 from kvladder.metrics import largest, shown, summed
 from kvladder.runtime import SystemClock
@@ -30,6 +32,8 @@ connect again before its owner notices."""
 TIMEOUT_S: Final = 10.0
 """Seconds in which a process must send its first message, and the rest of one that it has begun,
 and read what it is sent."""
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors that decoding a message of a process may raise."""
 JOIN_S: Final = 10.0
 """Seconds that ``end`` waits for the threads that still serve a connection."""
 PAUSE_S: Final = 0.5

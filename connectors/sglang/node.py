@@ -29,6 +29,7 @@ import msgspec
 from kvladder.arena import Arena, ArenaHandle
 from kvladder.connectors.listener import (
     GONE,
+    UNREADABLE,
     InvalidMessage,
     Line,
     LocalListener,
@@ -165,7 +166,7 @@ class CacheServer:
             while True:
                 batch = self._bounded(_asked.decode(line.request(MESSAGE_BYTES_MAX)))
                 line.send(_encode(Over(self._answered(line, turn, batch))))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise InvalidMessage(f"sent an invalid message: {error}") from error
 
     def _bounded(self, batch: PageBatch) -> PageBatch:

@@ -18,7 +18,14 @@ from typing import Final
 
 import msgspec
 
-from kvladder.connectors.listener import InvalidMessage, Line, LocalListener, abstract, connect
+from kvladder.connectors.listener import (
+    UNREADABLE,
+    InvalidMessage,
+    Line,
+    LocalListener,
+    abstract,
+    connect,
+)
 from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Finished
 from kvladder.manager import CacheManager
@@ -84,7 +91,7 @@ class Ranks:
     def _hear(self, line: Line) -> None:
         try:
             hello = _hello(line.request(HELLO_MAX))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise InvalidMessage(
                 f"is not a rank of this engine, and was refused: {error}"
             ) from error
@@ -95,7 +102,7 @@ class Ranks:
         try:
             while True:
                 self._ended.extend(_ended(line.request(MESSAGE_MAX)))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             what = f"sent an invalid message as rank {rank}, nothing more is cached: {error}"
             raise InvalidMessage(what) from error
         finally:

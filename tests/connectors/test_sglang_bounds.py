@@ -313,6 +313,7 @@ def test_a_process_that_sends_too_much_waits_and_others_do_not(owner, guest, ran
     [
         b"",
         b"\xc1",
+        b"\x92\x90\xa1\xff",
         encode([["short"]]),
         encode([[b"short"]]),
         encode([[bytes(32)] * (PAGES_MAX + 1)]),

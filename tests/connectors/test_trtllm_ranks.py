@@ -115,7 +115,15 @@ def test_messages_of_foreign_clients_are_refused_and_never_run(
     ranks: Ranks, said: Said, tmp_path: Path
 ) -> None:
     encoded = msgspec.msgpack.encode(RankHello(1, b"guessed", FIELDS))
-    for sent in (pickle.dumps(Runs(tmp_path / "ran")), b"", b"\xc1", encoded, encoded[:-1]):
+    unreadable = encoded.replace(b"bf16", b"\xff" * 4)
+    for sent in (
+        pickle.dumps(Runs(tmp_path / "ran")),
+        b"",
+        b"\xc1",
+        unreadable,
+        encoded,
+        encoded[:-1],
+    ):
         count = len(said.texts)
         with connect(ranks.address) as connection:
             connection.send_bytes(sent)
