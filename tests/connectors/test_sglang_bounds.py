@@ -337,9 +337,11 @@ def test_a_process_that_sends_an_invalid_message_is_disconnected(
     assert caplog.text.count("sent an invalid message") == 1  # once a minute
 
 
-def test_a_message_that_claims_to_be_huge_is_not_read(owner, address):
+def test_a_message_that_claims_to_be_huge_is_not_read(owner, address, monkeypatch):
+    monkeypatch.setattr(listener, "TIMEOUT_S", 2 * PATIENCE_S)
     with Client(address, "AF_UNIX") as connection:
         os.write(connection.fileno(), (node.MESSAGE_BYTES_MAX + 1).to_bytes(4))
+        assert connection.poll(PATIENCE_S)  # it does not wait for the rest
         with pytest.raises((EOFError, OSError)):
             connection.recv_bytes()
 
@@ -355,7 +357,7 @@ def test_the_times_of_a_batch_are_bounded(owner):
 @pytest.mark.slow
 def test_the_end_waits_for_all_processes_together(address, rank, monkeypatch):
     monkeypatch.setattr(listener, "JOIN_S", 1.0)
-    monkeypatch.setattr(node, "CALL_S", 0.5)
+    monkeypatch.setattr(node, "CALL_S", PATIENCE_S)
     owner = join(address, opened)
     assert isinstance(owner, CacheServer)
     assert owner._lines is not None
