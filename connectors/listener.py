@@ -53,10 +53,10 @@ class Peer:
     def __init__(self, process: int) -> None:
         self.process = process
         self.name = f"process {process}"
-        self.lines: set[Line] = set()
+        self.lines: set[PeerLine] = set()
 
 
-class Line:
+class PeerLine:
     """A connection that a listener has accepted; only the thread that serves it may use it."""
 
     kind = ""
@@ -121,7 +121,7 @@ class Line:
             end.shutdown(socket.SHUT_RDWR)
 
 
-Serve = Callable[[Line], None]
+Serve = Callable[[PeerLine], None]
 
 
 class LocalListener:
@@ -153,7 +153,7 @@ class LocalListener:
         self._threads: list[threading.Thread] = []
         self._lock = Lock()
         self._peers: dict[int, Peer] = {}
-        self._lines: dict[Line, None] = {}
+        self._lines: dict[PeerLine, None] = {}
         """All connections, in the order in which they came."""
         self._messages = MessageCounter()
         self._now = SystemClock().now
@@ -193,7 +193,7 @@ class LocalListener:
             else:
                 self._start(self._attend, serve, line, connection)
 
-    def _admitted(self, connection: Connection) -> Line | None:
+    def _admitted(self, connection: Connection) -> PeerLine | None:
         """Return a place for a connection; None if it gets none."""
         with _socket_of(connection) as end:
             process, user = _peer_of(end)
@@ -207,7 +207,7 @@ class LocalListener:
             if not is_few or len(peer.lines) >= PROCESS_PLACES_MAX or not self._has_room():
                 self._refused += 1
                 return None
-            line = Line(self, connection, peer)
+            line = PeerLine(self, connection, peer)
             self._peers[process] = peer
             peer.lines.add(line)
             self._lines[line] = None
@@ -224,13 +224,13 @@ class LocalListener:
             self._displaced += 1
         return silent is not None
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, line: PeerLine) -> None:
         self._lines.pop(line, None)
         line.peer.lines.discard(line)
         if not line.peer.lines:
             self._peers.pop(line.peer.process, None)
 
-    def _attend(self, serve: Serve, line: Line, connection: Connection) -> None:
+    def _attend(self, serve: Serve, line: PeerLine, connection: Connection) -> None:
         with connection:
             try:
                 serve(line)
@@ -261,7 +261,7 @@ class LocalListener:
         lines = [line for line in self._held() if line.kind == kind]
         return summed((line.peer.name, line.slots) for line in lines)
 
-    def _held(self) -> list[Line]:
+    def _held(self) -> list[PeerLine]:
         with self._lock:
             return [*self._lines]
 

@@ -31,9 +31,9 @@ from kvladder.connectors.listener import (
     GONE,
     UNREADABLE,
     InvalidMessage,
-    Line,
     LocalListener,
     Peer,
+    PeerLine,
     connect,
 )
 from kvladder.connectors.sglang.options import CALL_S, DEADLINE_MAX
@@ -156,7 +156,7 @@ class CacheServer:
 
     # ---- for the other ranks: one thread for each of their connections
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, line: PeerLine) -> None:
         try:
             line.kind = _joining.decode(line.request(MESSAGE_BYTES_MAX)).verb
             turn = self._turns_of(line.peer)[line.kind]
@@ -177,7 +177,7 @@ class CacheServer:
         deadline_s = min(float(DEADLINE_MAX), max(0.0, batch.deadline_s))
         return msgspec.structs.replace(batch, within_s=within_s, deadline_s=deadline_s)
 
-    def _answered(self, line: Line, turn: Lock, batch: PageBatch) -> int | list[bool]:
+    def _answered(self, line: PeerLine, turn: Lock, batch: PageBatch) -> int | list[bool]:
         """Answer a request; as if there were no pages while an earlier one of its kind lasts."""
         if not turn.acquire(timeout=batch.within_s):
             return [False] * len(batch.keys) if line.kind == "holding" else 0
@@ -192,7 +192,7 @@ class CacheServer:
                 self._turns[peer] = defaultdict(Lock)
             return self._turns.get(peer, self._spare)
 
-    def _answer(self, line: Line, batch: PageBatch) -> int | list[bool]:
+    def _answer(self, line: PeerLine, batch: PageBatch) -> int | list[bool]:
         if line.kind == "reach":
             return self.reach(batch)
         if line.kind == "holding":
@@ -204,7 +204,7 @@ class CacheServer:
         with closing(pieces):
             return drained(pieces, lambda piece: self._copied(line, piece))
 
-    def _copied(self, line: Line, piece: PageRun) -> None:
+    def _copied(self, line: PeerLine, piece: PageRun) -> None:
         """Send a piece and wait until its rank has copied it.
 
         When this returns or raises, the rank no longer writes to the piece's slots. If it still

@@ -21,8 +21,8 @@ import msgspec
 from kvladder.connectors.listener import (
     UNREADABLE,
     InvalidMessage,
-    Line,
     LocalListener,
+    PeerLine,
     abstract,
     connect,
 )
@@ -88,7 +88,7 @@ class Ranks:
         """Return the copies that ended on the other ranks since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
-    def _hear(self, line: Line) -> None:
+    def _hear(self, line: PeerLine) -> None:
         try:
             hello = _hello(line.request(HELLO_MAX))
         except UNREADABLE as error:

@@ -16,9 +16,9 @@ import kvladder
 from kvladder.connectors.listener import (
     GONE,
     InvalidMessage,
-    Line,
     LocalListener,
     Peer,
+    PeerLine,
     abstract,
 )
 from kvladder.connectors.sglang.node import CacheServer, Joining, Verb
@@ -50,7 +50,7 @@ class Owner:
             end.shutdown(socket.SHUT_WR)
             end.detach()
             with suppress(InvalidMessage, *GONE):
-                self._serve(Line(self.lines, ours, Peer(next(_processes))))
+                self._serve(PeerLine(self.lines, ours, Peer(next(_processes))))
 
 
 @cache
