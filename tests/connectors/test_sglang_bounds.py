@@ -250,7 +250,7 @@ def test_a_rank_that_reads_for_too_long_loses_its_slots_and_its_pages_do_not_cou
 def test_a_process_that_never_ends_its_saves_holds_its_share_of_the_slots(
     owner, guest, rank, monkeypatch
 ):
-    monkeypatch.setattr(node, "HELD_S", 0.1)
+    monkeypatch.setattr(node, "HELD_S", 0.01)
     process, said = rank(STRANGER, "saving")
     assert int(said) == SHARE
     name = f"process {process.pid}"

@@ -190,8 +190,8 @@ def test_a_socket_between_ranks_is_for_one_user(monkeypatch: pytest.MonkeyPatch)
             with Client(address, "AF_UNIX") as stranger, pytest.raises((EOFError, OSError)):
                 stranger.recv_bytes()  # it is disconnected
             assert served == []
-        listener.connect(address).close()
-        until(lambda: len(served) == 1)
+        with listener.connect(address):
+            until(lambda: len(served) == 1)
     finally:
         lines.close()
 
