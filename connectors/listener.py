@@ -111,6 +111,11 @@ class PeerLine:
         self._connection.send_bytes(message)
 
     @property
+    def is_over(self) -> bool:
+        """True if the listener ends, so that no request is to begin."""
+        return self._listener.is_over
+
+    @property
     def is_silent(self) -> bool:
         """True if it has never sent anything."""
         return not self.is_known and not self._connection.poll()
@@ -157,7 +162,8 @@ class LocalListener:
         """All connections, in the order in which they came."""
         self._messages = MessageCounter()
         self._now = SystemClock().now
-        self._closed = False
+        self.is_over = False
+        """True once it ends."""
         self._refused = self._displaced = self._invalid = 0
         self.lost = 0
         """Number of connections that were closed because their process held slots too long."""
@@ -179,11 +185,11 @@ class LocalListener:
     # ---- the bounds
 
     def _accept(self, serve: Serve) -> None:
-        while not self._closed:
+        while not self.is_over:
             try:
                 connection = self._listener.accept()
             except OSError as error:
-                if not self._closed:
+                if not self.is_over:
                     self._say("ranks", f"ranks cannot connect for now: {error!r}")
                 wait([self._ending], PAUSE_S)  # the cause may last: do not spin
                 continue
@@ -305,9 +311,9 @@ class LocalListener:
 
         The address stays bound, so new connections queue until ``close``. May be called again.
         """
-        if self._closed:
+        if self.is_over:
             return
-        self._closed = True
+        self.is_over = True
         self._until.close()  # wakes the threads that wait for a request
         with suppress(OSError), socket.socket(socket.AF_UNIX) as waking:  # wakes ``_accept``
             waking.connect(self._address)

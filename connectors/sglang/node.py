@@ -182,6 +182,8 @@ class CacheServer:
         if not turn.acquire(timeout=batch.within_s):
             return [False] * len(batch.keys) if line.kind == "holding" else 0
         try:
+            if line.is_over:
+                raise EOFError
             return self._answer(line, batch)
         finally:
             turn.release()
