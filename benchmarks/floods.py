@@ -2,21 +2,27 @@
 
     python -m benchmarks.floods --clients 1000 --out NAME.md
 
-``kvladder serve`` runs with its port for engines, its HTTP port and its control socket. An honest
-client asks one of them every ``EVERY_S``. Meanwhile ``--clients`` others, in a process of their
-own, do to a listener what ``FLOODS`` says. In turn with that they do the same to an idle server of
-this command, which closes and answers as the listener does. So the ratio shows what the listener
-adds, and not what the clients take from the processors.
+``kvladder serve`` runs with its port for engines, its HTTP port and its control socket. A process
+beside it owns a stack as a rank of SGLang does. An honest client asks one of them every
+``EVERY_S``.
+Meanwhile ``--clients`` others, in a process of their own, do to a listener what ``FLOODS`` says. At
+the ranks' socket they are ``PROCESSES`` processes, since a process has few connections there. In
+turn with that they do the same to an idle server of this command, which closes and answers as the
+listener does. So the ratio shows what the listener adds, and not what the clients take from the
+processors.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -25,12 +31,16 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from benchmarks.machine import RESULTS, machine
 from benchmarks.stopping import exit_on_sigterm
 from kvladder import Layout, open_cache
+from kvladder.connectors.sglang.node import CacheClient, Joining, drained, join
+from kvladder.connectors.sglang.options import CALL_S
+from kvladder.connectors.sglang.pieces import PageBatch
 from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
 from kvladder.manager import CacheManager
@@ -48,6 +58,9 @@ PACE_S = 1.0
 TIMES_MAX = 2.0
 """Multiple of the median beside an idle server that the median under a flood may reach."""
 BLOCKS = 4
+PAGES = [b"%032d" % number for number in range(BLOCKS)]
+PROCESSES = 50
+"""Processes of a flood of ranks."""
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 REQUEST = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -69,12 +82,15 @@ FLOODS: Sequence[Flood] = (
     *(Flood("http", "http", how) for how in ("silent", "requests", "connects")),
     *(Flood("control", "control", how) for how in ("silent", "requests")),
     Flood("engine", "http", "requests"),
+    *(Flood("rank", "ranks", how) for how in ("silent", "garbage", "connects", "asks", "holds")),
 )
 MEANING: Mapping[str, str] = {
     "silent": "connect and send nothing",
     "garbage": "connect and send random bytes",
     "connects": "connect and disconnect",
     "requests": "ask for /status, over a connection that they keep",
+    "asks": "ask for pages as a rank does, over a connection that they keep",
+    "holds": "ask for pages as a rank does, and never take them",
     "keyed": "have the clients' key and send messages that are none",
 }
 
@@ -87,7 +103,8 @@ async def _clients(how: str, target: str, count: int, key_file: str) -> None:
     if how == "keyed":
         await _keyed(target, count, key_file)
         return
-    act = {"silent": _silent, "garbage": _garbage, "requests": _request, "connects": _leave}[how]
+    acts = {"silent": _silent, "garbage": _garbage, "requests": _request, "connects": _leave}
+    act = {**acts, "asks": _ask, "holds": _hold}[how]
     async with asyncio.TaskGroup() as group:
         for number in range(count):
             group.create_task(_client(target, act, number / count * PACE_S))
@@ -97,8 +114,9 @@ async def _client(target: str, act: Callable[..., Awaitable[None]], delay_s: flo
     await asyncio.sleep(delay_s)
     while True:
         with suppress(OSError, asyncio.IncompleteReadError):
-            if target.startswith("/"):
-                reader, writer = await asyncio.open_unix_connection(target)
+            if target.startswith(("/", "@")):
+                path = target.replace("@", "\0")
+                reader, writer = await asyncio.open_unix_connection(path)
             else:
                 host, _, port = target.rpartition(":")
                 reader, writer = await asyncio.open_connection(host, int(port))
@@ -133,6 +151,25 @@ async def _request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         await asyncio.sleep(PACE_S)
 
 
+def _framed(message: object) -> bytes:
+    """Return a message as ranks send it."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4) + data
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(_framed(Joining("reach")))
+    while await reader.read(1 << 16):
+        await asyncio.sleep(PACE_S)
+        writer.write(_framed(PageBatch([*PAGES], within_s=CALL_S)))
+
+
+async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(_framed(Joining("fetch")))
+    writer.write(_framed(PageBatch([*PAGES], within_s=CALL_S, deadline_s=CALL_S)))
+    await _silent(reader, writer)
+
+
 async def _keyed(target: str, count: int, key_file: str) -> None:
     found = read_keys(key_file)
     with zmq.asyncio.Context() as context:
@@ -155,12 +192,12 @@ def flooding(how: str, target: str, count: int, key_file: str) -> Generator[None
     """Run a flood in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.floods", "--flood", how, "--target", target]
     command += ["--clients", str(count), "--key-file", key_file]
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, start_new_session=True) as process:
         try:
             time.sleep(WARM_S)
             yield
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _idle(how: str) -> None:
@@ -171,7 +208,7 @@ async def _idle(how: str) -> None:
             while await reader.read(1 << 16):
                 if how == "garbage":  # the first wrong byte ends a connection
                     break
-                if how == "requests":
+                if how in {"requests", "asks"}:
                     writer.write(ANSWER)
         writer.close()
 
@@ -249,6 +286,35 @@ def _load(cache: CacheManager) -> bool:
     return loaded(cache, wanted).blocks == len(wanted)
 
 
+def _own(address: str) -> None:
+    """Own a stack as a rank of SGLang does, until the process is killed."""
+    stack = {"arena": {"size": "8 MiB"}, "tiers": [{"type": "host"}]}
+    layout = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "floods"})
+    owner = join(address, lambda: open_cache(stack, layout=layout))
+    drained(owner.save(PageBatch([*PAGES], within_s=CALL_S)), lambda _: None)
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+@contextmanager
+def ranks(address: str) -> Generator[CacheClient]:
+    """Yield a rank that uses the stack of an owner in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.floods", "--own", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            process.stdout.readline()
+            with closing(CacheClient(address.replace("@", "\0"))) as rank:
+                yield rank
+        finally:
+            process.kill()
+
+
+def _pages(rank: CacheClient) -> bool:
+    pages = PageBatch([*PAGES], within_s=CALL_S, deadline_s=CALL_S)
+    return drained(rank.fetch(pages), lambda _: None) == len(PAGES)
+
+
 class Row(NamedTuple):
     """One flood and the waits of the honest client, beside an idle server and under the flood."""
 
@@ -276,7 +342,10 @@ def rows(folder: Path, clients: int, chosen: str, turns: int) -> Iterator[Row]:
         stack["fetch"] = {"when": "always", "deadline": "10 s"}
         cache = undo.enter_context(open_cache(stack, layout=layout))
         stored(cache, keys("an honest engine", *range(BLOCKS)))
+        address = f"@kvladder-floods-{os.getpid()}"
+        rank = undo.enter_context(ranks(address))
         listeners = {
+            "ranks": address,
             "engines": server.address,
             "http": server.stack["http"],
             "control": server.stack["control"],
@@ -285,6 +354,7 @@ def rows(folder: Path, clients: int, chosen: str, turns: int) -> Iterator[Row]:
             "engine": partial(_load, cache),
             "http": partial(_get, server.stack["http"]),
             "control": partial(_stats, Path(server.stack["control"])),
+            "rank": partial(_pages, rank),
         }
         key_file = str(server.keys / "client.keys")
         for flood in FLOODS:
@@ -330,8 +400,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flood", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
     parser.add_argument("--key-file", help=argparse.SUPPRESS)
+    parser.add_argument("--own", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if given.own:
+        _own(given.own.replace("@", "\0"))
     if given.flood:
+        if given.target.startswith("@") or given.flood in {"asks", "holds"}:
+            given.clients //= PROCESSES
+            for _ in range(PROCESSES - 1):
+                if not os.fork():
+                    break
         asyncio.run(_clients(given.flood, given.target, given.clients, given.key_file))
         return 0
     if given.idle:

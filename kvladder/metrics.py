@@ -22,6 +22,7 @@ SECTIONS: Final = (
         "loop",
         "misses",
         "preemption",
+        "ranks",
         "rebalance",
         "record",
     ),

@@ -80,15 +80,19 @@ def is_spread(ranks: Any) -> bool:
     return bool(machines > 1 and ranks.tp_size > max(1, whole // machines))
 
 
+def ranks_of(ranks: Any) -> int:
+    """Return the number of ranks of this server that may share one stack, on all machines."""
+    replicas: int = getattr(engine.get_parallel(), "num_dp_ranks", 1)
+    return int(replicas * ranks.tp_size * ranks.attn_cp_size)
+
+
 def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
     """Return the socket where ranks of this server meet to share one stack; None for one rank.
 
     Ranks may share a stack if they name pages alike and have the same settings. It does not
     matter which part of a page each rank has.
     """
-    parallel = engine.get_parallel()
-    several = getattr(parallel, "num_dp_ranks", 1) * ranks.tp_size * ranks.attn_cp_size
-    if several == 1:
+    if ranks_of(ranks) == 1:
         return None
     server = os.environ.get("SGLANG_RUN_ID") or f"process {os.getppid()}"
     space = layout.namespace(salt=settings.block.salt)

@@ -157,6 +157,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._node = self._node_to_close = join(
             identity.address_of(ranks, layout, settings),
             lambda: open_manager(settings, layout, instance=ranks.pp_rank),
+            identity.ranks_of(ranks) - 1,
         )
         self._slot_bytes = layout.slot_bytes
         watch.tell(self, settings.model.fingerprint)

@@ -52,6 +52,7 @@ class Cache:
         self._halves = halves
         self._rank_bytes = pages.block_bytes
         self._ranks = Ranks(ranks - 1, rank_fields(pages), notices)
+        self._ranks.report_to(self.manager)
         logger.info("kvladder is ready: %s", "\n".join(config.summary(layout)))
         logger.debug("kvladder's settings\n%s", self.manager.describe())
 

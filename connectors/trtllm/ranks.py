@@ -14,18 +14,27 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Final
 
 import msgspec
 
-from kvladder.connectors.listener import LocalListener, abstract, connect
+from kvladder.connectors.listener import (
+    UNREADABLE,
+    InvalidMessage,
+    LocalListener,
+    PeerLine,
+    abstract,
+    connect,
+)
 from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Finished
+from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 
+HELLO_MAX: Final = 1 << 20
+"""Largest first message in bytes, of a process that has not told the secret yet."""
 MESSAGE_MAX: Final = 16 << 20
-"""Largest message in bytes: enough for some hundred thousand ended jobs."""
+"""Largest message of a rank in bytes: enough for some hundred thousand ended jobs."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _hello: Final = msgspec.msgpack.Decoder(RankHello).decode
@@ -57,11 +66,18 @@ class Ranks:
         """Secret that a rank must send first."""
         self._lines: LocalListener | None = None
         if others:
-            self._lines = LocalListener(self.address, self._say)
+            self._lines = LocalListener(self.address, notices.say)
             self._lines.begin(self._hear)
 
-    def _say(self, text: str) -> None:
-        self._notices.say("ranks", text)
+    def report_to(self, manager: CacheManager) -> None:
+        """Add what the ranks hold to a cache's statistics and description."""
+        if self._lines is not None:
+            manager.report("ranks", self._lines.counts, self._described)
+
+    def _described(self) -> list[str]:
+        assert self._lines is not None
+        most = f"{MESSAGE_MAX >> 20} MiB, before its secret {HELLO_MAX >> 20} MiB"
+        return [*self._lines.describe(), f"  a message has at most {most}"]
 
     @property
     def complete(self) -> bool:
@@ -72,42 +88,45 @@ class Ranks:
         """Return the copies that ended on the other ranks since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
-    def _hear(self, connection: Connection) -> None:
-        assert self._lines is not None
+    def _hear(self, line: PeerLine) -> None:
         try:
-            hello = _hello(connection.recv_bytes(MESSAGE_MAX))
-        except msgspec.MsgspecError as error:
-            self._say(f"a process that is not a rank of this engine was refused: {error}")
-            return
+            hello = _hello(line.request(HELLO_MAX))
+        except UNREADABLE as error:
+            raise InvalidMessage(
+                f"is not a rank of this engine, and was refused: {error}"
+            ) from error
         rank = hello.rank
         if not self._admits(hello):
             return
         self._here.add(rank)
         try:
-            while self._lines.heard(connection):
-                self._ended.extend(_ended(connection.recv_bytes(MESSAGE_MAX)))
-        except msgspec.MsgspecError as error:
-            self._say(f"rank {rank} sent an invalid message, nothing more is cached: {error}")
+            while True:
+                self._ended.extend(_ended(line.request(MESSAGE_MAX)))
+        except UNREADABLE as error:
+            what = f"sent an invalid message as rank {rank}, nothing more is cached: {error}"
+            raise InvalidMessage(what) from error
         finally:
             self._here.discard(rank)  # an engine that loses a rank ends soon after
 
     def _admits(self, hello: RankHello) -> bool:
-        """Return whether this is a rank of this engine that may copy; report why if not."""
+        """Return whether this is a rank of this engine that may copy; report why if not.
+
+        Raises InvalidMessage if it is not a rank of this engine.
+        """
         rank = hello.rank
         if not hmac.compare_digest(hello.secret, self.secret):
-            self._say("a process that does not know this engine's secret was refused")
-            return False
+            raise InvalidMessage("does not know this engine's secret, and was refused")
         if not 1 <= rank <= self._others or rank in self._here:
-            self._say(
-                f"rank {rank} was refused: it is connected already, or not from 1 to {self._others}"
-            )
-            return False
+            what = f"{rank}: it is connected already, or not from 1 to {self._others}"
+            raise InvalidMessage(f"was refused as rank {what}")
         wrong = {
             name: value for name, value in hello.fields.items() if self._fields.get(name) != value
         }
         if wrong:
             what = ", ".join(f"{name} {value}" for name, value in sorted(wrong.items()))
-            self._say(f"rank {rank} has other tensors than rank 0, nothing is cached: {what}")
+            self._notices.say(
+                "ranks", f"rank {rank} has other tensors than rank 0, nothing is cached: {what}"
+            )
         return not wrong
 
     def close(self) -> None:

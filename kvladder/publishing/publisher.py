@@ -29,6 +29,10 @@ EVENTS_MAX: Final = 16
 """Highest number of events in a message. Each has up to a thousand blocks."""
 KEPT_BYTES_MAX: Final = 64 << 20
 """Most bytes of the batches that are kept for replays; the newest stays in any case."""
+WAITING_MAX: Final = 1000
+"""Most batches that wait for one connection to the feed; of large ones, ``KEPT_BYTES_MAX``."""
+ENDS_MAX: Final = 64
+"""Most replies without a batch that wait for one connection beside a replay."""
 REPEAT_S: Final = 10.0
 """Shortest time between two announcements of everything: each goes to all listeners."""
 _EXAMPLE: Final = "expected an address to bind, such as tcp://127.0.0.1:5557"
@@ -62,23 +66,22 @@ class Publisher:
         self._tokens = block_tokens
         self._device = device
         self._topic = settings.topic.encode()
-        self._sent: deque[tuple[int, bytes]] = deque()
+        self._sent: deque[tuple[int, zmq.Frame]] = deque()
+        """Batches by number; all clients share the bytes of one."""
         self._kept_max, self._kept_bytes = settings.buffer, 0
         self._repeated_s, self._is_behind = -inf, False
-        self._clients = FeedClients()
         self._sequence = count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._closing = False
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
+        self._clients = FeedClients(self._context)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         try:
             self._publish = self._bound(zmq.PUB, settings.publish, "events.publish")
-            self._waiting_max = int(self._publish.sndhwm)
             self._replay: zmq.Socket[bytes] | None = None
             if settings.replay is not None:
                 self._replay = self._bound(zmq.ROUTER, settings.replay, "events.replay")
-                self._replay.sndhwm = settings.buffer + 1
         except ConfigError:
             self._release()
             raise
@@ -86,11 +89,11 @@ class Publisher:
     def _bound(self, kind: int, address: str, path: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = int(CLOSE_S * 1000)
+        self._clients.watch(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address}: {error}", path=path, hint=_EXAMPLE) from error
-        self._clients.watch(socket)
         return socket
 
     def counts(self) -> dict[str, Any]:
@@ -101,8 +104,8 @@ class Publisher:
         """Return the bounds of the feed, and how much of them is in use."""
         kept = f"{self._kept_max} batches or {Size(KEPT_BYTES_MAX)}"
         limits = (
-            f"at most {REPLAYS_MAX} replays a second for an address, {self._waiting_max} messages"
-            f" waiting for each, {kept} kept for replays"
+            f"{REPLAYS_MAX} replays a second for an address, {self._waiting(WAITING_MAX)} messages"
+            f" waiting for a connection, {kept} kept for replays"
         )
         return [f"clients of the feed: {self._clients.describe()}; {limits}"]
 
@@ -126,8 +129,8 @@ class Publisher:
         poller.register(self._wakeup, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
-        for monitor in self._clients.monitors:
-            poller.register(monitor, zmq.POLLIN)
+        for socket in self._clients.sockets:
+            poller.register(socket, zmq.POLLIN)
         while True:
             closing = self._closing
             ready = dict(poller.poll(0 if closing else self._wait_ms()))
@@ -147,14 +150,21 @@ class Publisher:
 
     def _send(self, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         sequence = next(self._sequence)
-        payload = self._encode(Batch(self._ladder.clock.wall(), [*events], 0))
+        encoded = self._encode(Batch(self._ladder.clock.wall(), [*events], 0))
+        payload = zmq.Frame(encoded, copy=True)
         self._sent.append((sequence, payload))
-        self._kept_bytes += len(payload)
+        self._kept_bytes += len(encoded)
         while len(self._sent) > self._kept_max or (
             self._kept_bytes > KEPT_BYTES_MAX and len(self._sent) > 1
         ):
-            self._kept_bytes -= len(self._sent.popleft()[1])
-        self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
+            self._kept_bytes -= len(self._sent.popleft()[1].buffer)
+        _bound(self._publish, self._waiting(WAITING_MAX))
+        self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload], copy=False)
+
+    def _waiting(self, most: int) -> int:
+        """Return how many batches may wait for a connection: ``KEPT_BYTES_MAX`` of their mean."""
+        fitting = KEPT_BYTES_MAX * len(self._sent) // self._kept_bytes if self._sent else most
+        return max(1, min(most, fitting))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Replay the batches that a listener asks for."""
@@ -163,11 +173,12 @@ class Publisher:
         if len(rest) != 2 or len(rest[1]) != 8:
             return
         first = int.from_bytes(rest[1])
+        _bound(replay, self._waiting(self._kept_max) + ENDS_MAX)
         if self._clients.allows(str(frames[1].get("Peer-Address")), monotonic()):
             for sequence, payload in self._sent:
                 if sequence >= first:
                     number = sequence.to_bytes(8)
-                    replay.send_multipart([client, b"", self._topic, number, payload])
+                    replay.send_multipart([client, b"", self._topic, number, payload], copy=False)
             self._is_behind |= bool(self._sent) and first < self._sent[0][0]
         replay.send_multipart([client, b"", b"", END, b""])
 
@@ -203,3 +214,9 @@ class Publisher:
         if not self._context.closed:
             self._context.destroy()
             os.close(self._wakeup)
+
+
+def _bound(socket: zmq.Socket[bytes], messages: int) -> None:
+    """Let no more messages wait for each connection of a socket; it drops the others."""
+    if socket.sndhwm != messages:
+        socket.sndhwm = messages

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from kvladder.connectors.listener import abstract
 
 HERE = Path(__file__).parent
 
@@ -46,3 +51,36 @@ def sglang_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     if storage is not None:
         stub.forget_watches(monkeypatch)
         monkeypatch.setattr(storage, "watch", type(storage.watch)())
+
+
+Started = tuple["subprocess.Popen[str]", str]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    """The address of a socket where ranks meet."""
+    return abstract(f"test-{os.getpid()}-{tmp_path.name}")
+
+
+@pytest.fixture
+def rank(address: str) -> Iterator[Callable[..., Started]]:
+    """Start ranks in processes of their own, up to their first line; end those that are left."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *args: str) -> Started:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, address.replace("\0", "@"), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=HERE.parents[1],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
+        )
+        begun.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()

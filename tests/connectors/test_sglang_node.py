@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvladder.compose import open_cache
-from kvladder.connectors.listener import PAUSE_S, LocalListener, abstract
+from kvladder.connectors.listener import PAUSE_S, LocalListener
 from kvladder.connectors.listener import connect as come
 from kvladder.connectors.sglang import node
 from kvladder.connectors.sglang.node import FLUSH_S, CacheClient, CacheServer, join
@@ -31,7 +27,7 @@ RANK = """
 import sys
 from tests.connectors.test_sglang_node import BATCH, KEYS, OTHERS, PageBatch, opened, join
 
-verb, address = sys.argv[1], sys.argv[2].replace("@", chr(0))
+address, verb = sys.argv[1].replace("@", chr(0)), sys.argv[2]
 keys = KEYS if verb == "fetch" else OTHERS
 node = join(address, opened)
 pieces = getattr(node, verb)(PageBatch(keys, "", BATCH.within_s, BATCH.deadline_s))
@@ -42,7 +38,7 @@ OWNER = """
 import sys
 from tests.connectors.test_sglang_node import opened, join, stored
 
-node = join(sys.argv[2].replace("@", chr(0)), opened)
+node = join(sys.argv[1].replace("@", chr(0)), opened)
 stored(node)
 print("ready", flush=True)
 input()
@@ -72,36 +68,6 @@ def read(node, keys=None):
             found += [node.arena.view(slot)[0] for slot in next(pieces).slots]
     except StopIteration as end:
         return found, end.value
-
-
-@pytest.fixture
-def address(tmp_path):
-    return abstract(f"test-{os.getpid()}-{tmp_path.name}")
-
-
-@pytest.fixture
-def rank(address):
-    """Start ranks in processes of their own; end those that a test has left."""
-    begun = []
-
-    def start(script, verb=""):
-        root = Path(__file__).parents[2]
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, verb, address.replace("\0", "@")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        )
-        begun.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline()
-
-    yield start
-    for process in begun:
-        process.kill()
-        process.communicate()
 
 
 def killed(process):
@@ -179,7 +145,7 @@ def test_a_copy_that_fails_gives_slots_back(address):
 def test_an_owner_that_ends_waits_for_ranks_that_copy(address):
     owner = join(address, opened)
     guest = join(address, opened)
-    pieces = guest.save(PageBatch(KEYS, within_s=PATIENCE_S))
+    pieces = guest.save(PageBatch(KEYS[: SLOTS // 6], within_s=PATIENCE_S))
     piece = next(pieces)
     ending = threading.Thread(target=owner.close)
     ending.start()
@@ -261,8 +227,8 @@ def test_a_rank_that_joins_during_a_close_waits_and_opens_its_own_stack(address,
 
 def test_an_address_without_an_answer_is_an_error_in_the_end(address, monkeypatch):
     monkeypatch.setattr(node, "LEAVING_S", 0.0)
-    lines = LocalListener(address, pytest.fail)
-    lines.begin(lambda connection: None)
+    lines = LocalListener(address, lambda _, text: pytest.fail(text))
+    lines.begin(lambda line: None)
     with pytest.raises(ConfigError, match="the rank that owns kvladder's stack could not open it"):
         join(address, opened)
     lines.close()
@@ -270,7 +236,7 @@ def test_an_address_without_an_answer_is_an_error_in_the_end(address, monkeypatc
 
 def test_a_failure_to_accept_ranks_is_reported_now_and_then_and_may_end(address, monkeypatch):
     said: list[str] = []
-    lines = LocalListener(address, said.append)
+    lines = LocalListener(address, lambda _, text: said.append(text))
     accept, fails = lines._listener.accept, [True]
 
     def failing():
@@ -279,7 +245,7 @@ def test_a_failure_to_accept_ranks_is_reported_now_and_then_and_may_end(address,
         return accept()
 
     monkeypatch.setattr(lines._listener, "accept", failing)
-    lines.begin(lambda connection: connection.send_bytes(b"hello"))
+    lines.begin(lambda line: line.send(b"hello"))
     threading.Event().wait(PAUSE_S / 2)
     assert len(said) == 1
     assert "too many open files" in said[0]

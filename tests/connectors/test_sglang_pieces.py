@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvladder.compose import open_cache
-from kvladder.connectors.sglang.pieces import PART, PageBatch, fetch_pieces, save_pieces
+from kvladder.connectors.sglang.pieces import PageBatch, fetch_pieces, save_pieces
 from kvladder.layout import Layout
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
@@ -20,6 +20,13 @@ from tests.patience import PATIENCE_S, until
 
 PAGES = 24
 BYTES = 4096
+PART = 16
+"""Slots of which a fetch has one in each of its parts."""
+
+
+def share(manager):
+    """Return how many slots a fetch or a save may hold: a quarter, as of a single rank."""
+    return max(1, manager.arena.slots // 4)
 
 
 def prompt(number):
@@ -37,7 +44,8 @@ def opened():
         manager = open_cache(stack, layout=Layout(16, BYTES))
         left.append(manager)
         for number in range(prompts):
-            for piece in save_pieces(manager, PageBatch(prompt(number), within_s=PATIENCE_S)):
+            saved = PageBatch(prompt(number), within_s=PATIENCE_S)
+            for piece in save_pieces(manager, saved, share(manager)):
                 for page, slot in zip(piece.pages, piece.slots, strict=True):
                     manager.arena.view(slot)[:] = bytes([number * PAGES + page]) * BYTES
         waiting = threading.Event()
@@ -53,7 +61,8 @@ def opened():
 
 def read(manager, number, within_s=PATIENCE_S):
     """Return the first byte of each loaded page, and the number of pages that count."""
-    found, pieces = [], fetch_pieces(manager, PageBatch(prompt(number), "", within_s, within_s))
+    batch = PageBatch(prompt(number), "", within_s, within_s)
+    found, pieces = [], fetch_pieces(manager, batch, share(manager))
     try:
         while True:
             found += [manager.arena.view(slot)[0] for slot in next(pieces).slots]
@@ -93,7 +102,7 @@ def test_a_fetch_that_gets_no_slot_ends_in_time(opened):
 
 def test_a_rank_that_stops_leaves_slots_to_others(opened):
     manager = opened(2 * PART, 2)
-    still = fetch_pieces(manager, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
+    still = fetch_pieces(manager, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S), share(manager))
     assert next(still).pages
     assert read(manager, 1, within_s=5.0)[1] == PAGES
     still.close()
@@ -160,7 +169,7 @@ class Rival:
 
 def test_later_parts_give_their_slots_back_while_the_first_has_none():
     rival: Any = Rival(4)
-    pieces = fetch_pieces(rival, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
+    pieces = fetch_pieces(rival, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S), share(rival))
     assert sum(len(piece.pages) for piece in pieces) == PAGES
     rival.thread.join(PATIENCE_S)
     assert rival.turns.take(0, 9) == 4

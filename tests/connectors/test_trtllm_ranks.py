@@ -13,7 +13,7 @@ import pytest
 from kvladder.arena import Arena, ArenaHandle
 from kvladder.connectors.listener import connect
 from kvladder.connectors.trtllm.options import STACK
-from kvladder.connectors.trtllm.ranks import MESSAGE_MAX, Rank, Ranks
+from kvladder.connectors.trtllm.ranks import HELLO_MAX, Rank, Ranks
 from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Copier, Finished, JobId
 from kvladder.gpu.copy.cpu import CpuCopier
@@ -81,6 +81,10 @@ def test_a_rank_joins_once_its_device_has_registered_the_whole_arena(
     if whole:
         engine.until(lambda: engine.scheduler._cache.complete)
         assert engine.run(prompt).saves
+        manager = engine.scheduler._cache.manager
+        assert manager.stats()["ranks"]["clients"] == {f"process {os.getpid()}": 1}
+        for line in ("ranks' connections: 1 of 512", "a message has at most 16 MiB, before"):
+            assert line in manager.describe()
     else:
         for _ in range(3):
             assert not engine.run(prompt).saves
@@ -111,7 +115,15 @@ def test_messages_of_foreign_clients_are_refused_and_never_run(
     ranks: Ranks, said: Said, tmp_path: Path
 ) -> None:
     encoded = msgspec.msgpack.encode(RankHello(1, b"guessed", FIELDS))
-    for sent in (pickle.dumps(Runs(tmp_path / "ran")), b"", b"\xc1", encoded, encoded[:-1]):
+    unreadable = encoded.replace(b"bf16", b"\xff" * 4)
+    for sent in (
+        pickle.dumps(Runs(tmp_path / "ran")),
+        b"",
+        b"\xc1",
+        unreadable,
+        encoded,
+        encoded[:-1],
+    ):
         count = len(said.texts)
         with connect(ranks.address) as connection:
             connection.send_bytes(sent)
@@ -119,7 +131,7 @@ def test_messages_of_foreign_clients_are_refused_and_never_run(
         assert "was refused" in said.texts[-1]
     assert not (tmp_path / "ran").exists()
     with connect(ranks.address) as connection:
-        os.write(connection.fileno(), (MESSAGE_MAX + 1).to_bytes(4))
+        os.write(connection.fileno(), (HELLO_MAX + 1).to_bytes(4))
         with pytest.raises((EOFError, OSError)):  # it is hung up on
             connection.recv_bytes()
     assert not ranks.complete
@@ -135,7 +147,7 @@ def test_an_unknown_or_repeated_rank_is_turned_away(ranks: Ranks, said: Said, nu
     until(lambda: ranks.complete)
     other = Rank(meeting(ranks), number, FIELDS)
     until(lambda: said.texts)
-    assert f"rank {number} was refused" in said.texts[-1]
+    assert f"was refused as rank {number}" in said.texts[-1]
     first.tell([Finished(JobId(7), True, 8, 0.5)])
     until(lambda: ranks.ended() == [Finished(JobId(7), True, 8, 0.5)])
     other.close()
@@ -147,5 +159,6 @@ def test_a_rank_that_sends_an_invalid_message_is_disconnected(ranks: Ranks, said
     until(lambda: ranks.complete)
     rank._connection.send_bytes(b"\xc1")
     until(lambda: not ranks.complete)
-    assert "rank 1 sent an invalid message" in said.texts[-1]
+    until(lambda: said.texts)
+    assert "sent an invalid message as rank 1" in said.texts[-1]
     rank.close()

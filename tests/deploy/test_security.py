@@ -179,7 +179,7 @@ def test_a_socket_between_ranks_is_for_one_user(monkeypatch: pytest.MonkeyPatch)
     """The kernel tells both ends the other's user; here this user is taken for another one."""
     served: list[object] = []
     address = listener.abstract(f"user-{os.urandom(8).hex()}")
-    lines = listener.LocalListener(address, pytest.fail)
+    lines = listener.LocalListener(address, lambda _, text: pytest.fail(text))
     lines.begin(served.append)
     try:
         with monkeypatch.context() as patch:
@@ -190,8 +190,8 @@ def test_a_socket_between_ranks_is_for_one_user(monkeypatch: pytest.MonkeyPatch)
             with Client(address, "AF_UNIX") as stranger, pytest.raises((EOFError, OSError)):
                 stranger.recv_bytes()  # it is disconnected
             assert served == []
-        listener.connect(address).close()
-        until(lambda: len(served) == 1)
+        with listener.connect(address):
+            until(lambda: len(served) == 1)
     finally:
         lines.close()
 

@@ -29,7 +29,7 @@ from tests.kit.source import ROOT
 
 NAMES = (
     "yaml", "edit", "traces", "label", "log", "meta", "receipt", "resp", "http", "pipe", "events",
-    "hints", "nixl", "session", "roster", "control",
+    "hints", "nixl", "session", "roster", "control", "ranks",
 )  # fmt: skip
 """The targets; their modules are not imported here, as libFuzzer has to see that."""
 WORK = ROOT / "build" / "fuzz"

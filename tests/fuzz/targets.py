@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.fuzz import control, nixl, settings, stored, wires
+from tests.fuzz import control, nixl, ranks, settings, stored, wires
 from tests.fuzz.target import Target
 
 TARGETS: Mapping[str, Target] = {
@@ -13,6 +13,7 @@ TARGETS: Mapping[str, Target] = {
     **wires.TARGETS,
     **nixl.TARGETS,
     **control.TARGETS,
+    **ranks.TARGETS,
 }
 
 
@@ -21,3 +22,4 @@ def close() -> None:
     wires.close()
     nixl.close()
     control.close()
+    ranks.close()

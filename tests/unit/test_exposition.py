@@ -67,7 +67,14 @@ async def test_every_statistic_is_exposed() -> None:
         stats["listeners"] = {"places": {"HTTP port": {"::1": 1}}} | dict.fromkeys(
             ("displaced", "refused"), counts
         )
-        stats["events"] = {"clients": {"::1": 1}, "replays": 1, "refused": 1}
+        stats["events"] = {"clients": {"::1": 1}} | dict.fromkeys(
+            ("replays", "refused", "turned_away"), 1
+        )
+        one = {"process 1": 1}
+        stats["ranks"] = {"clients": one, "client_requests": one, "client_messages": one}
+        stats["ranks"] |= {"client_slots": {"save": one}} | dict.fromkeys(
+            ("displaced", "refused", "clients_lost", "messages_refused"), 1
+        )
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
         ours = [metric for metric in METRICS if metric.section not in device]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -24,7 +25,7 @@ from tests.patience import PATIENCE_S, until
 
 zmq = pytest.importorskip("zmq")
 
-from kvladder.publishing import publisher  # noqa: E402
+from kvladder.publishing import clients, publisher  # noqa: E402
 
 LAYOUT = Layout(block_tokens=4, block_bytes=4096)
 GOLDEN = (
@@ -198,11 +199,66 @@ def test_who_is_connected_is_told_by_address(
         one for one in cache.describe().splitlines() if one.startswith("clients of the feed: ")
     ]
     assert line == (
-        "clients of the feed: 2, most: 2, of 127.0.0.1; at most 4 replays a second for an address,"
-        " 1000 messages waiting for each, 10000 batches or 64 MiB kept for replays"
+        "clients of the feed: 2, most: 2, of 127.0.0.1; at most 32 from an address, 512 from all;"
+        " 4 replays a second for an address, 1000 messages waiting for a connection,"
+        " 10000 batches or 64 MiB kept for replays"
     )
     listener.subscriber.close(linger=0)
     until(lambda: cache.stats()["events"]["clients"] == {"127.0.0.1": 1})
+
+
+@pytest.mark.slow
+def test_connections_of_one_address_keep_no_other_out(
+    events: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(clients, "ALL_CONNECTIONS_MAX", 8)
+    there, held = events["publish"].removeprefix("tcp://"), "127.0.0.2"
+    monkeypatch.setattr(clients, "HANDSHAKE_MS", 200)
+    with open_cache(source(events, tmp_path), layout=LAYOUT) as cache, zmq.Context() as context:
+        flood = [context.socket(zmq.SUB) for _ in range(20)]
+        for one in flood:
+            one.connect(f"tcp://{held}:0;{there}")
+            one.subscribe("kv")
+        until(lambda: cache.stats()["events"]["turned_away"] > 32)  # they try again
+        listener = Listener(events)
+        listener.ask(0)
+        save(cache, 1)
+        listener.until(lambda: listener.held() == indexes(cache))
+        listener.context.destroy(linger=0)
+        told = [one.poll(1000) for one in flood]
+        context.destroy(linger=0)
+        until(lambda: cache.stats()["events"]["clients"] == {})
+    assert told.count(zmq.POLLIN) == 4
+
+
+@pytest.mark.slow
+def test_a_connection_that_says_nothing_ends(
+    events: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "HANDSHAKE_MS", 100)
+    with open_cache(source(events, tmp_path), layout=LAYOUT) as cache:
+        host, _, port = events["replay"].removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port))) as silent:
+            silent.settimeout(PATIENCE_S)
+            while silent.recv(100):
+                continue
+        until(lambda: cache.stats()["events"]["clients"] == {})
+
+
+@pytest.mark.slow
+def test_the_batches_that_wait_for_a_connection_are_bounded_by_their_bytes(
+    cache: CacheManager, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard(cache, listener, 12)
+    kept = [len(msgspec.msgpack.encode(batch)) for batch in listener.batches.values()]
+    monkeypatch.setattr(publisher, "KEPT_BYTES_MAX", 4 * max(kept))
+    heard(cache, listener, 24)
+    settled(cache)
+    (most,) = re.findall(r"(\d+) messages waiting for a connection", cache.describe())
+    assert 1 <= int(most) <= 4 * max(kept) // min(kept)
+    own: Any = cache._publisher
+    assert own._publish.sndhwm == int(most)
 
 
 @pytest.mark.slow
