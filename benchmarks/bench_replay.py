@@ -97,9 +97,11 @@ def compared(stats: dict[str, Any], stack: dict[str, Any], path: Path, how: str)
         pairs[f"writes to {level}"] = stats[level]["stored"], result.written[level]
         pairs[f"evictions of {level}"] = stats[level]["evicted"], result.evicted[level]
     pairs["misses"] = missed_of(stats["misses"]["blocks"]), missed_of(result.missed)
+    again = stats["host"]["queries"] - result.asked  # by requests that vLLM preempted
     note = (
         f"{result.requests} requests, {trace.own} blocks in vLLM itself, {result.asked} asked for"
     )
+    note += f", {again} asked for again"
     for what, (counted, replayed) in pairs.items():
         yield Row(
             name=f"replay, {how}, {what}",

@@ -27,6 +27,7 @@ static const int COUNTS[COUNT_LEVELS] = {0, 1, 2, 3, 4, 6, 9, 15};
 static const uint8_t HALVED[COUNT_LEVELS] = {0, 0, 1, 1, 2, 3, 4, 5};
 static const int GROUP[LEVELS + 2] = {0, 1, 1, 1, 2, 2, 3, 0, 0};
 static const double WHOLE = 1.0; /* hits that a whole prompt counts */
+static const double EVEN = 0.99, MOST = 0.5;
 
 typedef struct {
     int32_t next, prev;
@@ -63,7 +64,8 @@ typedef struct {
     /* Learner */
     int64_t rate, forget, shadow_size, held_by[RULES], learn_at, halve_at, choose_at, fade_at;
     double ahead[RULES][RULES], spread[RULES][RULES];
-    int rule;
+    int rule, leader;
+    double served[RULES], asked;
     Sampled *sampled;
     int32_t *sampled_map, sampled_room, sampled_free, sampled_made;
     int64_t sampled_map_size, sampled_count;
@@ -401,8 +403,15 @@ static void leave_shadows(Panel *self, uint64_t tag) {
         }
 }
 
+/* Order by the leader, or by recency where that serves as much. */
+static void settle(Panel *self) {
+    double served = self->served[RECENT];
+    int is_even = served >= MOST * self->asked && served >= EVEN * self->served[self->leader];
+    self->rule = is_even && self->asked > 0 ? RECENT : self->leader;
+}
+
 static void choose(Panel *self) {
-    int current = self->rule;
+    int current = self->leader;
     double best = 0.0;
     for (int rule = 0; rule < RULES; rule++) {
         double ahead = self->ahead[rule][current], spread = self->spread[rule][current];
@@ -410,9 +419,10 @@ static void choose(Panel *self) {
         if (rule != HAZARD) least = 2.0 * least + (double)self->shadow_size / 64.0;
         if (spread > 0 && ahead > least && ahead > best) {
             best = ahead;
-            self->rule = rule;
+            self->leader = rule;
         }
     }
+    settle(self);
 }
 
 static void tick(Panel *self) {
@@ -435,6 +445,8 @@ static void tick(Panel *self) {
     }
     if (now >= self->fade_at) {
         self->fade_at = now + 64 * size;
+        self->asked *= 0.5;
+        for (int one = 0; one < RULES; one++) self->served[one] *= 0.5;
         for (int one = 0; one < RULES; one++)
             for (int other = 0; other < RULES; other++) {
                 self->ahead[one][other] *= 0.5;
@@ -792,11 +804,13 @@ static void compare(Panel *self, Asked *asked, Py_ssize_t count) {
         asked[at].count = count_of(self, tag, handle < 0 ? NULL : &self->blocks[handle]);
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
+        self->asked += 1.0;
         int32_t index = is_known ? find_sampled(self, tag) : -1;
         going &= index < 0 ? 0 : self->sampled[index].inside;
         known += is_known = index >= 0;
         for (int rule = 0; rule < RULES; rule++) hits[rule] += going >> rule & 1;
     }
+    for (int one = 0; one < RULES; one++) self->served[one] += hits[one];
     for (int one = 0; any && one < RULES; one++)
         for (int other = 0; other < RULES; other++) {
             double ahead = hits[one] - hits[other];
@@ -1048,7 +1062,7 @@ static PyObject *reserve(Panel *self, PyObject *given) {
     Py_RETURN_NONE;
 }
 
-enum { TABLE = CLASSES * BINS, PAIRS = RULES * RULES, STATE = 2 * TABLE + 2 * PAIRS + 1 };
+enum { TABLE = CLASSES * BINS, PAIRS = RULES * RULES, STATE = 2 * TABLE + 2 * PAIRS + RULES + 2 };
 
 static PyObject *state(Panel *self, PyObject *unused) {
     double values[STATE];
@@ -1056,7 +1070,9 @@ static PyObject *state(Panel *self, PyObject *unused) {
     memcpy(values + TABLE, self->reached, sizeof self->reached);
     memcpy(values + 2 * TABLE, self->ahead, sizeof self->ahead);
     memcpy(values + 2 * TABLE + PAIRS, self->spread, sizeof self->spread);
-    values[STATE - 1] = self->rule;
+    memcpy(values + 2 * TABLE + 2 * PAIRS, self->served, sizeof self->served);
+    values[STATE - 2] = self->asked;
+    values[STATE - 1] = self->leader;
     return PyBytes_FromStringAndSize((const char *)values, sizeof values);
 }
 
@@ -1071,8 +1087,11 @@ static PyObject *restore(Panel *self, PyObject *given) {
     memcpy(self->reached, values + TABLE, sizeof self->reached);
     memcpy(self->ahead, values + 2 * TABLE, sizeof self->ahead);
     memcpy(self->spread, values + 2 * TABLE + PAIRS, sizeof self->spread);
-    double rule = values[STATE - 1];
-    self->rule = rule >= 0 && rule < RULES ? (int)rule : HAZARD;
+    memcpy(self->served, values + 2 * TABLE + 2 * PAIRS, sizeof self->served);
+    self->asked = values[STATE - 2];
+    double leader = values[STATE - 1];
+    self->leader = leader >= 0 && leader < RULES ? (int)leader : HAZARD;
+    settle(self);
     learn(self);
     Py_RETURN_NONE;
 }

@@ -16,7 +16,7 @@ from kvladder.policy.panel import Panel
 SIZE_DEFAULT: Final = 1024
 """Assumed number of blocks until ``attached`` tells it."""
 _HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"kva3"
+_MAGIC: Final = b"kva4"
 
 
 class Adaptive(KeyedPolicy):
@@ -25,10 +25,11 @@ class Adaptive(KeyedPolicy):
     The rules are: the least learned worth (how soon blocks of that age, with as many uses, are
     asked for again), the least frequent, the least recently used; and the least learned worth of
     whole prompts, or of named sessions. For loops, the newest may go first. Each rule has a shadow
-    cache with the keys of a sample, and the shadows' hits say which rule orders the blocks.
-    ``push(front=True)``
-    puts a block before all others of its priority, whatever the rule. Retention, and the end of a
-    session, change the priority, so they come before what is learned.
+    cache with the keys of a sample, and the shadows' hits say which rule orders the blocks. Where
+    recency has nearly as many, and most of what is asked for, it orders them, as it cuts the fewest
+    prompts short. ``push(front=True)`` puts a block before all others of its priority, whatever the
+    rule. Retention, and the end of a session, change the priority, so they come before what is
+    learned.
 
     Parameters
     ----------

@@ -45,13 +45,20 @@ PSEUDO: Final = 4.0
 """Weight of the average of all classes, in uses, where a class has few of its own."""
 WHOLE: Final = 1.0
 """Hits that it counts for a rule that a prompt has all of its known keys."""
+EVEN: Final = 0.99
+"""Recency orders the blocks if it has at least this part of the leading rule's hits, as it cuts the
+fewest prompts short."""
+MOST: Final = 0.5
+"""But only if it has this part of the keys that are asked for, too. In the first round of a loop,
+recency has as many hits as any rule, and most keys are new."""
 HAZARD, MULTI, RECENT, EITHER, PROMPT, LOOP = range(6)
 """The rules: least learned worth first, of the oldest block of each class; least frequent level
 first; least recently used first; least learned worth first, of the oldest and the newest block; the
 first and the fourth with classes by prompt, so that prompts go one after another as a whole."""
 RULES: Final = 6
-STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + 1}d")
-"""What is kept over a restart: tables of both kinds, the comparisons of rules, and the rule."""
+STATE: Final = struct.Struct(f"<{2 * CLASSES * BINS + 2 * RULES * RULES + RULES + 2}d")
+"""What is kept over a restart: tables of both kinds, the comparisons of rules, the hits of
+each and the keys asked for, and the leading rule."""
 
 Rank = tuple[float, int, int]
 
@@ -197,7 +204,14 @@ class Learner:
         self.ahead = [[0.0] * RULES for _ in range(RULES)]
         """By how many hits a rule was ahead of another one."""
         self.spread = [[0.0] * RULES for _ in range(RULES)]
+        self.served = [0.0] * RULES
+        """Hits of each rule."""
+        self.wanted = 0.0
+        """Number of sampled keys that were asked for."""
+        self.leader = HAZARD
+        """The rule that is ahead of the others."""
         self.rule = HAZARD
+        """The rule that orders the blocks."""
         self._learn_at = size // 2 + 1
         self._halve_at = 256 * size
         self._choose_at = size // 2
@@ -229,6 +243,8 @@ class Learner:
                 if one is None or not one.inside >> rule & 1:
                     break
                 hits[rule] += 1
+        self.wanted += len(tags)
+        self.served = [total + more for total, more in zip(self.served, hits, strict=True)]
         for first in range(RULES):
             for second in range(RULES):
                 ahead = float(hits[first] - hits[second])
@@ -327,24 +343,34 @@ class Learner:
             self._choose()
         if now >= self._fade_at:
             self._fade_at = now + 64 * self.size
+            self.wanted *= 0.5
+            self.served = [total * 0.5 for total in self.served]
             for table in (self.ahead, self.spread):
                 for row in table:
                     row[:] = [value * 0.5 for value in row]
 
     def _choose(self) -> None:
-        current, best = self.rule, 0.0
+        current, best = self.leader, 0.0
         for rule in range(RULES):
             ahead, spread = self.ahead[rule][current], self.spread[rule][current]
             least = sqrt(spread)
             if rule != HAZARD:
                 least = SURE * least + self.shadow_size / AHEAD
             if spread > 0 and ahead > least and ahead > best:
-                best, self.rule = ahead, rule
+                best, self.leader = ahead, rule
+        self._settle()
+
+    def _settle(self) -> None:
+        """Order by the leader, or by recency where that serves as much."""
+        served, leader = self.served[RECENT], self.served[self.leader]
+        is_even = served >= MOST * self.wanted and served >= EVEN * leader
+        self.rule = RECENT if is_even and self.wanted > 0 else self.leader
 
     def state(self) -> bytes:
         """Return what was learned."""
         tables = *self.hazards.hits, *self.hazards.reached, *self.ahead, *self.spread
-        return STATE.pack(*(value for row in tables for value in row), float(self.rule))
+        values = *(value for row in tables for value in row), *self.served, self.wanted
+        return STATE.pack(*values, float(self.leader))
 
     def restore(self, state: bytes) -> None:
         """Continue from what ``state`` returned."""
@@ -354,5 +380,7 @@ class Learner:
             for row in table:
                 row[:] = values[at : at + len(row)]
                 at += len(row)
-        self.rule = int(values[at]) if 0 <= values[at] < RULES else HAZARD
+        *self.served, self.wanted, leader = values[at:]
+        self.leader = int(leader) if 0 <= leader < RULES else HAZARD
+        self._settle()
         self.hazards.learn()

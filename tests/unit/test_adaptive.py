@@ -349,7 +349,7 @@ def test_a_rule_takes_over_only_if_it_is_clearly_ahead():
     """Five requests, each better by one block, are no proof; a rule gives way to less."""
     learner = Learner(6400)
     for ahead, spread, chosen in ((5, 5, HAZARD), (90, 900, HAZARD), (95, 900, RECENT)):
-        learner.rule = HAZARD
+        learner.leader = HAZARD
         learner.ahead[RECENT][HAZARD], learner.spread[RECENT][HAZARD] = ahead, spread
         learner._choose()
         assert learner.rule == chosen
@@ -357,6 +357,40 @@ def test_a_rule_takes_over_only_if_it_is_clearly_ahead():
     learner.ahead[HAZARD][RECENT], learner.spread[HAZARD][RECENT] = 31, 900
     learner._choose()
     assert learner.rule == HAZARD
+
+
+@pytest.mark.parametrize(
+    ("recent", "leading", "chosen"),
+    [
+        (60, 60, RECENT),
+        (60, 60.5, RECENT),
+        (60, 61, PROMPT),  # more than a hundredth less
+        (50, 50, RECENT),
+        (49, 49, PROMPT),  # less than half of what is asked for, as in the first round of a loop
+        (90, 80, RECENT),
+    ],
+)
+def test_recency_orders_where_it_serves_as_much_and_most(recent, leading, chosen):
+    learner = Learner(6400)
+    learner.leader, learner.wanted = PROMPT, 100
+    learner.served[RECENT], learner.served[PROMPT] = recent, leading
+    learner._choose()
+    assert (learner.rule, learner.leader) == (chosen, PROMPT)
+    other = Learner(6400)
+    other.restore(learner.state())
+    assert (other.rule, other.leader) == (chosen, PROMPT)
+    other._fade_at = 0
+    other.tick(1)
+    assert (other.wanted, other.served[RECENT]) == (50, recent / 2)
+
+
+def test_hits_of_each_rule_and_keys_asked_for_are_counted():
+    learner = Learner(100)
+    for tag, inside in enumerate([1 << RECENT | 1 << HAZARD, 1 << RECENT, 0]):
+        learner.keys[tag] = Sampled()
+        learner.keys[tag].inside = inside
+    learner.asked([0, 1, 2, 100])
+    assert (learner.wanted, learner.served[RECENT], learner.served[HAZARD]) == (4, 2, 1)
 
 
 def test_what_is_known_of_absent_keys_is_at_most_one_size_off():
