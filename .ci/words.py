@@ -38,6 +38,8 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
                 is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield child.lineno, text.value, is_function and number == 0
+    if not _BANNED.search(source):  # nor has a comment: no need to split the file into tokens
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False

@@ -152,7 +152,7 @@ def too_long(source: Source) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(source.lines, 1):
         if len(line) > LINE_LENGTH_MAX:
             yield number, f"a line has at most {LINE_LENGTH_MAX} characters"
-    for node in source.nodes:
+    for node in source.statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:
@@ -293,7 +293,7 @@ def same_names(sources: Iterable[Source]) -> list[str]:
     first: dict[str, str] = {}
     found = list[str]()
     for source in sources:
-        classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
+        classes = [node for node in source.statements if isinstance(node, ast.ClassDef)]
         for node in [] if source.name in MESSAGES else classes:
             place = first.setdefault(node.name, f"{source.name}:{node.lineno}")
             if not place.startswith(f"{source.name}:"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.scripts import script
-from tests.kit.source import ROOT
+from tests.kit.source import ROOT, uncollected
 
 words: Any = script("words")
 
@@ -26,11 +26,12 @@ def read() -> list[Path]:
 
 
 def test_no_text_has_a_banned_turn() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {turn}"
-        for path in read()
-        for line, turn in words.offenders(path)
-    ]
+    with uncollected():
+        found = [
+            f"{path.relative_to(ROOT)}:{line}: {turn}"
+            for path in read()
+            for line, turn in words.offenders(path)
+        ]
     assert not found, "\n".join(["CONTRIBUTING.md says what to write instead", *found])
 
 

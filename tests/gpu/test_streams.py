@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.product("way", "layout")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_block_stays_whole_whatever_the_engine_does(

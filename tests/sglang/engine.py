@@ -82,7 +82,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path) for path in own if str(path)),
         "PYTHONWARNINGS": "ignore",
         "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",  # several engines run at once, and threads that wait are busy
         "TORCH_EXTENSIONS_DIR": str(COMPILED),
         "HANGS": str(folder / "hangs"),
         **more,

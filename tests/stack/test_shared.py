@@ -74,6 +74,17 @@ async def test_an_absent_block_is_not_asked_for_again_at_once() -> None:
         assert await cache.load(asked) == ["level1"] * 2
 
 
+async def test_a_block_that_was_absent_is_asked_for_once_it_was_stored() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = cache.keys(1, 2)
+        assert await cache.load(keys) == []
+        cache.save(keys)
+        await cache.settle()
+        assert cache.manager.commands.drop(keys, b"").done == 2
+        assert await cache.load(keys) == ["level1"] * 2
+
+
 async def test_requests_with_one_prefix_ask_once() -> None:
     tier = SharedFakeTier([Delay(0.5, on="contains")])
     async with cache_of(LevelSpec(tier)) as cache:

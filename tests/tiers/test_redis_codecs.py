@@ -10,6 +10,7 @@ from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.coded import CodedTier
+from tests.tiers.redistests import PATIENT
 from tests.tiers.test_edge import Shrinking
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,8 @@ class TestCodedRedis(Shrinking, TierTests):
     @pytest.fixture
     def make(self, codecs, server) -> MakeTier:
         server.run("FLUSHALL")
-        return lambda: CodedTier(RedisTier(RedisOptions(url=server.url)), codecs())
+        options = RedisOptions(url=server.url, connect_timeout=PATIENT)
+        return lambda: CodedTier(RedisTier(options), codecs())
 
     @pytest.mark.parametrize("codecs", ["zstd", "encrypted"], indirect=True)
     async def test_encoded_values_are_smaller(self, tier, blocks, server):

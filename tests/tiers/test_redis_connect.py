@@ -14,6 +14,7 @@ from kvladder.testing.cancel import cancel_at
 from kvladder.testing.redisserver import RedisServer, certificates
 from kvladder.tiers.redis.nodes import Entrance
 from kvladder.tiers.redis.url import RedisOptions
+from tests.tiers.redistests import PATIENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 TURNS = 2
@@ -31,7 +32,7 @@ def options(request, tmp_path_factory):
             server.run("SENTINEL", "MONITOR", "kv", "127.0.0.1", server.port, 1)
             settings["sentinel"] = "kv"
         url = f"unix://{server.path}" if kind == "unix" else server.url
-        yield RedisOptions(url=url, **settings)
+        yield RedisOptions(url=url, connect_timeout=PATIENT, **settings)
 
 
 async def connected(options):

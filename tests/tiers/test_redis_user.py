@@ -11,7 +11,7 @@ import redis
 from kvladder.testing.redisserver import RedisServer, redis_cluster
 from tests.kit.traffic import forgotten, keys, save, stored
 from tests.patience import until
-from tests.tiers.test_redis_faults import cache_over, load
+from tests.tiers.test_redis_faults import PATIENCE, cache_over, load
 from tests.tiers.test_redis_quota import flat, quota, salted, settled
 from tests.tiers.test_redis_refused import refused
 
@@ -83,7 +83,7 @@ def test_a_lost_right_and_a_changed_password_cost_only_misses(tmp_path):
     with RedisServer(tmp_path) as server:
         allow(server)
         url = f"redis://kv:password@127.0.0.1:{server.port}"
-        with cache_over(url, deadline="3 s") as cache:
+        with cache_over(url, **PATIENCE) as cache:
             stored(cache, keys(1, 2))
             for taken, given in ((["-getrange"], ["+getrange"]), (["resetpass"], [">password"])):
                 server.run("ACL", "SETUSER", "kv", *taken)
@@ -102,7 +102,7 @@ def test_a_password_changes_while_a_cache_uses_it(tmp_path):
     with RedisServer(tmp_path) as server:
         allow(server)
         url = f"redis://kv@127.0.0.1:{server.port}"
-        with cache_over(url, deadline="3 s", password_file=str(file)) as cache:
+        with cache_over(url, password_file=str(file), **PATIENCE) as cache:
             stored(cache, keys(1, 2))
             file.write_text("newer\npassword\n")
 

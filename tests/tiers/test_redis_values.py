@@ -143,7 +143,7 @@ class TestValues(Values):
         self, blocks, context, servers
     ):
         ttls = {"0": Duration(100), "50": Duration(1000)}
-        tier = RedisTier(RedisOptions(url=servers[0].url, ttls=ttls))
+        tier = RedisTier(RedisOptions(url=servers[0].url, connect_timeout=PATIENT, ttls=ttls))
         await tier.open(context)
         soon = context.clock.wall() + 10
         low, high, ends = blocks.some(0, 1, 2)
@@ -182,7 +182,9 @@ class TestValues(Values):
     ):
         used = self.run("INFO", "memory")["used_memory"]
         servers[0].configure(maxmemory_policy=policy, maxmemory=used + (1 << 19))
-        tier = RedisTier(RedisOptions(url=servers[0].url, ttls={"0": Duration(1000)}))
+        tier = RedisTier(
+            RedisOptions(url=servers[0].url, connect_timeout=PATIENT, ttls={"0": Duration(1000)})
+        )
         await tier.open(context)
         stored = 0
         for number in range(blocks.count):
@@ -258,7 +260,7 @@ class TestParts(Values):
     async def test_parts_last_as_long_as_their_block(self, blocks, context, servers, ttl_s):
         self.run("FLUSHALL")
         ttls = {} if ttl_s is None else {"0": Duration(ttl_s)}
-        tier = RedisTier(RedisOptions(url=servers[0].url, ttls=ttls))
+        tier = RedisTier(RedisOptions(url=servers[0].url, connect_timeout=PATIENT, ttls=ttls))
         await tier.open(context)
         (item,) = await blocks.put(tier, 0)
         for tail in (b"", b":1", b":2"):
@@ -272,7 +274,7 @@ class TestParts(Values):
         self.run(
             "ACL", "SETUSER", "half", "on", "nopass", "+@all", "~kvladder:*:1", "~kvladder:*:2"
         )
-        tier = RedisTier(RedisOptions(url=servers[0].url, username="half"))
+        tier = RedisTier(RedisOptions(url=servers[0].url, connect_timeout=PATIENT, username="half"))
         await tier.open(context)
         items = blocks.some(0)
         blocks.fill(items)
@@ -360,7 +362,7 @@ async def _fuzzed(server, value):
     arena = Arena.create(1, layout.slot_bytes)
     space = layout.namespace(salt="fuzz")
     context = TierContext(arena, layout, space, 8, SystemClock(), inline_blocking)
-    tier = RedisTier(RedisOptions(url=server.url))
+    tier = RedisTier(RedisOptions(url=server.url, connect_timeout=PATIENT))
     await tier.open(context)
     blocks = SampleBlocks(arena, layout, 1, space)
     (block,) = blocks.some(0)

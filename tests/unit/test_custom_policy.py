@@ -360,6 +360,7 @@ class InPython(Adaptive):
         super().__init__(make=PythonPanel)
 
 
+@pytest.mark.product("seed", "make")
 @pytest.mark.parametrize("seed", [37, 145, 200192, *range(40_000, 40_008)])
 @pytest.mark.parametrize("make", [example.S3Fifo, Recorder, Adaptive, InPython])
 def test_whole_caches_work_with_a_custom_policy(

@@ -225,7 +225,8 @@ def test_the_wheels_to_take_along_bring_each_module_that_a_part_names() -> None:
     """The machine has torch, NumPy, Triton and transformers; vLLM is too large."""
     wanted = runpy.run_path(str(ROOT / ".ci" / "gpu_wheels.py"))["wanted"]()
     names = {one.partition("[")[0].partition(">")[0].lower() for one in wanted}
+    projects = packages_distributions()  # reads the files of every installed package
     for part in gpu.PARTS:
         if "vllm" not in part.needs:
             for module in {*part.needs} - {"triton", "transformers"}:
-                assert names & {name.lower() for name in packages_distributions()[module]}, module
+                assert names & {name.lower() for name in projects[module]}, module

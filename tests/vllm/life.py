@@ -245,7 +245,8 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
     """Serve one prompt after the other while the paced tier takes ``block_s`` for a block.
 
     Returns for each prompt the answer, the tokens from the cache, the blocks that the tier was
-    asked for, how often vLLM had to wait, and the page faults of its thread.
+    asked for, those that were given up as late, how often vLLM had to wait, and the page faults of
+    its thread.
     """
     PacedTier.block_s = block_s
     found: list[dict[str, Any]] = []
@@ -256,12 +257,16 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
         waits.append(answer[0] is None)
         return answer
 
+    def given_up() -> int:
+        late: int = half.stats()["paced"]["late"]
+        return late
+
     half.ask = asked
     for prompt in prompts:
         engine.reset()
-        before, waits, pages = PacedTier.asked, list[bool](), faults()
+        before, late, waits, pages = PacedTier.asked, given_up(), list[bool](), faults()
         said = engine.generate([prompt], tokens=64)
-        counts = {"asked": PacedTier.asked - before, "waits": sum(waits)}
+        counts = {"asked": PacedTier.asked - before, "late": given_up() - late, "waits": sum(waits)}
         found.append(said | counts | {"faults": faults() - pages})
     half.ask = ask
     return found

@@ -87,9 +87,10 @@ def test_a_tier_is_read_only_when_loading_is_faster_than_computing(
         env={"KVLADDER__FETCH__WHEN": "faster"},
     )
     *_, slowly, fast, stats, _ = run.finish()
-    assert sum(one["waits"] for one in slowly[:2]) > 0, "for a tier that nobody knows"
+    # vLLM sees no wait if it first asks when the time of a fetch is over, as on a busy machine
+    assert sum(one["late"] for one in slowly[:2]) > 0, "the tier's speed is not known yet"
     for one in slowly[2:]:
-        assert (one["asked"], one["external"], one["waits"]) == (0, 0, 0)
+        assert [one[name] for name in ("asked", "external", "waits", "late")] == [0, 0, 0, 0]
     assert median(one["faults"] for one in slowly[2:]) < FAULTS_MAX, "memory comes and goes"
     assert fast[-1]["external"] == HITS
     for at, one in [*zip(order, slowly, strict=True), *enumerate(fast)]:

@@ -217,7 +217,9 @@ class TierStack(StackRemovals):
         """Note that the level stored these blocks or gave them up: host may evict its own."""
         if keys:
             self.host.settled(level, keys, stored=stored)
-            if not stored:
+            if stored:
+                self.loader.prober.stored(keys, level.bit)
+            else:
                 self.shared.events.given_up(keys)
             self.wake()
 

@@ -84,6 +84,12 @@ class Prober:
         for question in self._questions.values():
             question.removed.update(keys)
 
+    def stored(self, keys: Sequence[BlockKey], mask: int) -> None:
+        """Note that these levels stored blocks: they are no longer absent from a shared one."""
+        if self._absent and among(self._levels, mask):
+            for key in keys:
+                self._absent.pop(key, None)
+
     def forget_absent(self) -> None:
         """Ask again about blocks that were absent: there is another level to ask."""
         self._absent.clear()
