@@ -183,9 +183,13 @@ class EvictingLevel(BaseLevel[int]):
         return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
 
     def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
-        """End a removal: its places are free, or it is tried again later."""
+        """End a removal: its places are free, or it is tried again later.
+
+        What the medium does not permit is counted, and is not tried again.
+        """
         self._removal_queue.ended(blocks)
-        if answer.results is not None:
+        self.stats.denied += len(blocks) if answer.denied else 0
+        if answer.results is not None or answer.denied:
             self._free(blocks)
         elif answer.quiet:
             self.remove_later(blocks)
