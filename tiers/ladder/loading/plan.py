@@ -189,13 +189,15 @@ class Planner:
 
     # ---- where blocks are
 
-    def known(self, key: BlockKey) -> bool:
-        """Return whether the block is held or on its way, as far as is known without asking."""
-        return (
-            self._host.find(key) is not None
-            or key in self._arrivals
-            or any(level.find(key) is not None for level in self._levels if level.readable)
-        )
+    def known(self, key: BlockKey, mask: int) -> bool:
+        """Return whether host or one of these levels holds the block, or it is on its way.
+
+        This is as far as is known without asking.
+        """
+        if self._host.find(key) is not None or key in self._arrivals:
+            return True
+        levels = among(self._levels, mask)
+        return any(level.find(key) is not None for level in levels if level.readable)
 
     def fetchable(self, keys: Sequence[BlockKey], mask: int) -> Sequence[BlockKey]:
         """Return those of ``keys``, a set, that a fetch from these levels would serve now."""
