@@ -236,15 +236,27 @@ async def test_blocks_are_evicted_from_the_tier_only_when_it_is_full() -> None:
         assert len(tier.records) == 2
 
 
-async def test_an_engine_that_only_reads_finds_blocks_of_others_after_its_tier_was_full() -> None:
-    tier = SharedFakeTier([Full(times=1)])
-    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
-        cache.save(cache.keys(1))
+@pytest.mark.parametrize("held", [0, 2])
+async def test_a_full_tier_costs_no_block_of_others(held: int) -> None:
+    tier = SharedFakeTier(batch_max=1)
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=5), slots=16) as cache:
+        own = [number for number in (1, 2)[:held]]
+        if own:
+            await stored(cache, *own)
+        tier.script.append(Full())
+        cache.save(cache.keys(7))
         await cache.settle()
-        assert known(cache, 1) == 0
-        tier.others_put({key: cache.payload(key) for key in cache.keys(2, 3)})
+        tier.others_put({key: cache.payload(key) for key in cache.keys(3, 4, 5)})
+        assert await cache.load(cache.keys(3, 4, 5)) == ["level1"] * 3
+        assert (known(cache, 3, 4, 5), known(cache, *own)) == (3, held)
+        assert cache.levels[0].stats.evicted == 0, "they take no room that the tier lacks"
+        cache.save(cache.keys(8))
+        await cache.settle()
+        assert len(tier.records) == 3 + held, "a new block takes the room of an old one"
         await asyncio.sleep(2 * FULL_RETRY_S)
-        assert await cache.load(cache.keys(2, 3)) == ["level1"] * 2
+        cache.save(cache.keys(9))
+        await cache.settle()
+        assert len(tier.records) == 4 + held
 
 
 @pytest.mark.parametrize("purges", [True, False])

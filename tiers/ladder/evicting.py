@@ -369,12 +369,11 @@ class EvictingLevel(BaseLevel[int]):
     def _room_for(
         self, wanted: int, priority: int, salt: bytes, spare: AbstractSet[BlockKey]
     ) -> list[int]:
-        """Return up to ``wanted`` places of a shared tier for blocks of a salt, at once.
+        """Return up to ``wanted`` places for blocks of a salt that a shared tier has, at once.
 
         If places are short, the next victims are evicted, but none of ``spare``. They need not be
-        removed from the tier: places are no addresses there.
+        removed from the tier: places are no addresses there, and a full medium has these blocks.
         """
-        self.places.retry(self.shared.clock.now())  # who only reads never asks for room
         reads, at = self.places.being_read, self.index.key_at
         own, room = self.index.give_way(
             salt, [priority] * wanted, lambda place: reads(place) or at(place) in spare
@@ -382,10 +381,10 @@ class EvictingLevel(BaseLevel[int]):
         self.places.give(self._evict(self.index.keys_at(own), "quota"))
         wanted, gone = min(wanted, int(room)), list[BlockKey]()
         for place in self.index.victims():
-            if len(gone) >= wanted - self.places.free or self.index.priority(place) > priority:
+            if len(gone) >= wanted - self.places.untaken or self.index.priority(place) > priority:
                 break
             (key,) = self.index.keys_at([place])
             if key not in spare and not reads(place):
                 gone.append(key)
         self.places.give(self._evict(gone))
-        return self.places.take(wanted)
+        return self.places.take_held(wanted)
