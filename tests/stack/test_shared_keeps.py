@@ -240,7 +240,7 @@ async def test_blocks_are_evicted_from_the_tier_only_when_it_is_full() -> None:
 async def test_a_full_tier_costs_no_block_of_others(held: int) -> None:
     tier = SharedFakeTier(batch_max=1)
     async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=5), slots=16) as cache:
-        own = [number for number in (1, 2)[:held]]
+        own = range(1, 1 + held)
         if own:
             await stored(cache, *own)
         tier.script.append(Full())
