@@ -191,7 +191,7 @@ class FetchGrower:
     def _preview(self, fetch: Fetch) -> FetchDecision:
         """Look up how far a long prefix is known, and decide up to where to fetch it."""
         start, known = fetch.length, 0
-        missing, runs = MissingBlocks(), list[LevelRun]()
+        missing, runs = MissingBlocks([], [], [], []), list[LevelRun]()
         while known < len(fetch.keys) - start:
             keys = fetch.keys[start + known : start + known + BATCH]
             with self._lock:
