@@ -516,10 +516,7 @@ class ServerOffers(CacheOffers):
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
         """Return when all tiers have forgotten the blocks for good, see ``Offers``.
 
-        Raises
-        ------
-        TierError
-            A tier of the server has no rights to remove blocks.
+        Raise TierError if a tier has no rights to remove blocks.
         """
         known = self._sessions.get(session)
         if known is not None:
@@ -530,18 +527,12 @@ class ServerOffers(CacheOffers):
             self._require_rights(denied)
 
     def _require_rights(self, denied: int) -> None:
-        """Raise TierError if more removals than these ``denied`` ones were denied by now."""
+        """Raise TierError if more removals than these were denied by now."""
         if self._manager.denied > denied:
             raise TierError("a tier of this server has no rights to remove blocks")
 
     async def purge(self, session: int, salt: bytes | None) -> int:
-        """Return when all tiers have forgotten and overwritten the blocks, see ``Offers``.
-
-        Raises
-        ------
-        TierError
-            A tier of the server has no rights to remove blocks.
-        """
+        """Return when all tiers have forgotten and overwritten the blocks, like ``remove``."""
         known = self._sessions.get(session)
         if known is None:
             return 0

@@ -15,14 +15,8 @@ import pytest
 from kvladder.children.interface import Interface
 from kvladder.children.messages import Call, Cancel, Done, Failed, frame
 from kvladder.children.pipe import Pipe, PipeState
-from kvladder.errors import (
-    ConfigError,
-    KvladderError,
-    PermissionDenied,
-    TierError,
-    TierFull,
-    Unavailable,
-)
+from kvladder.errors import ConfigError, KvladderError, TierError, TierFull, Unavailable
+from kvladder.tiers import PermissionDenied
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.real
@@ -94,8 +88,7 @@ class Target:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.let_go = asyncio.Event()
-        self.obeys = True
-        """Whether a cancelled call ends at once."""
+        self.obeys = True  # a cancelled call ends at once
 
     async def double(self, number: int) -> int:
         self.events.append(f"double {number}")
