@@ -76,7 +76,6 @@ async def test_every_statistic_is_exposed() -> None:
         stats["ranks"] |= {"client_slots": {"save": one}} | dict.fromkeys(
             ("displaced", "refused", "clients_lost", "messages_refused"), 1
         )
-        stats["events"] = {"clients": {"::1": 1}, "replays": 1, "refused": 1}
         stats["record"] = RecordCounts().as_dict()
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
