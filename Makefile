@@ -71,7 +71,7 @@ gpu:  ## on a machine with CUDA: tests and rows; skips by name what is missing, 
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 shape: .venv/stamp  ## what to read for a change, lines of code by room, files that a block crosses
-	PYTHONPATH=$(CURDIR) $(PY) -W ignore .ci/shape.py $(ARGS)
+	$(PY) -W ignore .ci/shape.py $(ARGS)
 
 .venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c policy/_panel.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv

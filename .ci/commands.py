@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not an installed kvladder
 from kvladder.cli import COMMANDS, commands
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "commands.md"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not an installed kvladder
 from kvladder.config import registry
 from kvladder.config.settings import (
     CodecConfig,

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # not an installed kvladder
 LINKS = ("connectors", "gpu", "policy", "tiers")
 WHOLE = (
     "tiers/ladder",

@@ -6,6 +6,10 @@ a process of its own has a large native library, and is tested in the tree alone
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not an installed kvladder
 from kvladder.config.registry import BUILT_IN_TIERS
 
 for one in BUILT_IN_TIERS.values():

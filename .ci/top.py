@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not an installed kvladder
 from kvladder import KeyScheme, Layout, open_cache
 from kvladder.cli.running.caches import RunningCache
 from kvladder.cli.running.glance import Glance, Watch

@@ -142,6 +142,17 @@ class TierFull(TierError):
     """The medium has no room. The blocks were not stored; blocks stored before are intact."""
 
 
+class PermissionDenied(TierError):
+    """The medium does not let this client do it, and will not until the client's rights change.
+
+    Raised by ``remove``, ``purge`` and ``survey``. The level does not try again: the blocks stay on
+    the medium, and count as ``denied``.
+    """
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        super().__init__(message, temporary=temporary)
+
+
 class PoolError(KvladderError, RuntimeError):
     """A block pool was used against its rules; nothing was changed."""
 

@@ -461,6 +461,12 @@ class CacheManager(StackOwner):
         with self._stack.lock:
             return sum(level.removals for level in self._stack.levels)
 
+    @property
+    def denied(self) -> int:
+        """Number of removals and purges for which tiers had no rights: those blocks stay there."""
+        with self._stack.lock:
+            return sum(level.stats.denied for level in self._stack.levels)
+
     def _digest(self, salt: str) -> bytes:
         return salt_digest(self.namespace, salt)
 

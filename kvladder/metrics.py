@@ -139,6 +139,8 @@ class LevelStats:
     removed: int = 0
     purged: int = 0
     """Blocks that a purge removed from a shared tier, or overwrote in one that forgot them."""
+    denied: int = 0
+    """Removed blocks and purges for which the medium gives the tier no rights: they stay there."""
     errors: int = 0
     """Calls that failed, even in part; includes timeouts."""
     timeouts: int = 0

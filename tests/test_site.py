@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -162,3 +166,24 @@ def test_the_schema_refuses_configurations_that_a_start_refuses(text: str, says:
 def test_the_schema_accepts_variables_and_plug_ins() -> None:
     assert not wrong("limits: {priority: '${TOP}'}\nmodel:\nblock: 1 MiB\ncontrol: /tmp/a")
     assert not wrong(HOST + "{type: mine, colour: red}]")
+
+
+_OURS = re.compile(r"^ *(?:from|import) kvladder\b", re.MULTILINE)
+SCRIPTS = [path for path in sorted((ROOT / ".ci").glob("*.py")) if _OURS.search(path.read_text())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_uses_its_own_tree_whichever_is_installed(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "kvladder.py").write_text("raise ImportError('another tree')")
+    run = f"import runpy; runpy.run_path({str(path)!r}); import kvladder; print(kvladder.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(ROOT / "kvladder" / "__init__.py")

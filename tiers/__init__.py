@@ -1,6 +1,7 @@
 """Tiers and the ladder of levels above them; exports all names that an author of a tier needs."""
 
 from kvladder.errors import ConfigError as ConfigError
+from kvladder.errors import PermissionDenied as PermissionDenied
 from kvladder.errors import TierError as TierError
 from kvladder.errors import TierFull as TierFull
 from kvladder.errors import Unavailable as Unavailable

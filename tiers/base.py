@@ -89,6 +89,11 @@ class Medium:
         It is a fresh look, not at what the tier remembers, for the check of a purge. It changes
         nothing. Blocks that were forgotten and are not overwritten yet are among them, and so are
         blocks with an unreadable salt. Called only if ``surveys`` is True.
+
+        Raises
+        ------
+        PermissionDenied
+            The medium does not let this client list blocks.
         """
         raise TierError("this tier does not implement survey", temporary=False)
         yield []  # pragma: no cover - makes this an async generator
@@ -197,7 +202,13 @@ class Tier(Medium, ABC):
 
     @abstractmethod
     async def remove(self, blocks: Sequence[Ref]) -> None:
-        """Forget these blocks; ignore those that are not there."""
+        """Forget these blocks; ignore those that are not there.
+
+        Raises
+        ------
+        PermissionDenied
+            The medium does not let this client remove blocks. The level does not try again.
+        """
 
     @abstractmethod
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
@@ -210,6 +221,11 @@ class Tier(Medium, ABC):
         other calls run in between. ``salt`` is a ``Facts.salt``; None means all salts. Blocks whose
         salt cannot be read may be of this one, and have to go, too. Returns the number of removed
         blocks.
+
+        Raises
+        ------
+        PermissionDenied
+            The medium does not let this client remove blocks. The level does not try again.
         """
         raise TierError("this tier does not implement purge", temporary=False)
 

@@ -19,8 +19,6 @@ from kvladder.tiers.ladder.stack import TierStack
 POLL_S: Final = 0.01
 PASSES: Final = 2
 """How often a block is offered: a write may fail once."""
-EXCLUDED: Final = "the level's rules exclude them"
-"""The reason of blocks that no other drain would write either."""
 State = Literal["off", "draining", "done", "stopped"]
 
 
@@ -41,16 +39,21 @@ class Drain:
         self._total = 0
         self._seen = 0
         self._left: Counter[str] = Counter()
+        self._lost = 0
         self._task: asyncio.Task[None] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the progress: blocks to write, blocks looked at, and why blocks are left."""
+        """Return the progress: blocks to write, blocks looked at, and why blocks are left.
+
+        ``lost`` is the number of those left that another drain might write.
+        """
         return {
             "state": self.state,
             "to": self._target,
             "blocks": self._total,
             "looked_at": self._seen,
             "left": dict(self._left),
+            "lost": self._lost,
         }
 
     async def begin(self, to: str | None) -> None:
@@ -68,7 +71,7 @@ class Drain:
             if self._target == (to or ""):
                 return
             await self.stop()
-        self._target, self._total, self._seen = to or "", 0, 0
+        self._target, self._total, self._seen, self._lost = to or "", 0, 0, 0
         self._left.clear()
         self._stack.draining, self.state = True, "draining"
         self._task = asyncio.create_task(self._run(targets), name="kvladder-drain")
@@ -185,15 +188,17 @@ class Drain:
                     meta = self._stack.meta(key)
                     if meta is None:
                         continue
+                    is_lost = True
                     if not any(level.writable for level in targets):
                         why = "the level takes no writes now"
                     elif meta.terms.expires_s != inf and not meta.terms.last(self._stack.clock):
                         continue
                     elif not any(level.admits(meta) for level in targets):
-                        why = EXCLUDED
+                        why, is_lost = "the level's rules exclude them", False
                     else:
                         why = "they could not be read or written"
                     self._left[why] += 1
+                    self._lost += is_lost
 
     def close(self) -> None:
         """End with the cache, which flushes by itself."""

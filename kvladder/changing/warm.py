@@ -182,7 +182,7 @@ class Warm:
                 with self._stack.lock:
                     asks = loader.prober.may_know(rest[0], ANYWHERE)
                 if asks and not self._manager.holding(rest[:1])[0]:
-                    await loader.prober.ask(rest, salt)  # up to the first that is not there
+                    await loader.prober.ask(rest, salt, ANYWHERE)  # up to the first absent one
                 rest = rest[1:]
         keys = [key for key, _ in part]
         with self._stack.lock:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self, cast
 
 import msgspec
 
-from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
+from kvladder.errors import ConfigError, PermissionDenied, TierError, TierFull, Unavailable
 
 FRAME_BYTES_MAX: Final = 256 << 20
 """Longest message, in bytes."""
@@ -49,7 +49,7 @@ class Done(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The error that a call raised."""
 
-    kind: Literal["config", "unavailable", "full", "tier", "cancelled"]
+    kind: Literal["config", "unavailable", "full", "denied", "tier", "cancelled"]
     message: str = ""
     path: str = ""
     hint: str = ""
@@ -65,9 +65,12 @@ class Failed(Message, frozen=True):
             case Unavailable():
                 where = _text(error.path), _text(error.hint)
                 return cls(number, "unavailable", _text(error.message), *where)
+            case TierFull():
+                return cls(number, "full", _text(str(error)), temporary=error.temporary)
+            case PermissionDenied():
+                return cls(number, "denied", _text(str(error)), temporary=error.temporary)
             case TierError():
-                kind: Literal["full", "tier"] = "full" if isinstance(error, TierFull) else "tier"
-                return cls(number, kind, _text(str(error)), temporary=error.temporary)
+                return cls(number, "tier", _text(str(error)), temporary=error.temporary)
             case asyncio.CancelledError():
                 return cls(number, "cancelled")
             case _:
@@ -82,8 +85,8 @@ class Failed(Message, frozen=True):
             return Unavailable(self.message, path=self.path, hint=self.hint)
         if self.kind == "cancelled":
             return TierError("the other process cancelled the call")
-        kind = TierFull if self.kind == "full" else TierError
-        return kind(self.message, temporary=self.temporary)
+        kinds: dict[str, type[TierError]] = {"full": TierFull, "denied": PermissionDenied}
+        return kinds.get(self.kind, TierError)(self.message, temporary=self.temporary)
 
 
 def _text(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvladder.changing.drain import EXCLUDED
 from kvladder.changing.warm import BLOCKS_MAX, traced
 from kvladder.cli.output import Failed, Result
 from kvladder.config.stack import load_config
@@ -177,10 +175,7 @@ def drain(
         if done["state"] in {"draining", "stopped"} and not stop:
             raise NotDone("; ".join(lines), path="drain", hint="drain again to wait for the rest")
     result = Result("\n".join(lines), answers)
-    left = Counter[str]()
-    for done in answers.values():
-        left.update(done["left"])
-    if lost := left.total() - left[EXCLUDED]:
+    if lost := sum(done["lost"] for done in answers.values()):
         what = f"{counted(lost, 'block')} could not be written: drain again before the engine ends"
         raise Failed(what, EXIT_LEFT, result)
     return result

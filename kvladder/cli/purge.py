@@ -310,6 +310,7 @@ def _running(
     lines: list[str] = []
     processes: set[str] = set()
     failed: list[ConfigError] = []
+    denied: list[str] = []
     left = 0
     for path in sockets(config.control.path) if config.control.path is not None else ():
         try:
@@ -321,6 +322,8 @@ def _running(
             continue
         for name, removed in done["removed"].items():
             also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
+            if count := done["denied"][name]:
+                denied.append(f"{path.name}: {name}: {counted(count, 'removal')} denied")
             lines.append(f"{path.name}: {name}: {counted(removed, 'block')} removed{also}")
         processes.update(map(str, done["processes"]))
         left += done["left"]
@@ -329,10 +332,13 @@ def _running(
             owing = [level["name"] for level in kept["levels"] if level["state"] == "owed"]
             state = f"owed by {', '.join(owing)}" if owing else "complete"
             lines.append(f"{path.name}: receipt {kept['id']}: {state}")
-    if left:
+    if left and not denied:
         lines.append(f"{counted(left, 'removal or purge', 'removals or purges')} still in progress")
     if failed:
         raise _after(lines, *failed)
+    if denied:
+        hint = "its server lets this client only read; purge with a client that may remove blocks"
+        raise Unfinished("; ".join([*lines, *denied]), path="purge", hint=hint)
     if left:
         hint = "kvladder stats shows how many removals remain; purge again to wait for them"
         raise Unfinished("; ".join(lines), path="purge", hint=hint)

@@ -278,7 +278,7 @@ class CacheAnswers:
             "processes": [os.getpid(), *filter(None, (now[name].get("process") for name in names))],
             **{
                 what: {name: now[name][what] - before[name][what] for name in names}
-                for what in ("removed", "purged")
+                for what in ("removed", "purged", "denied")
             },
             "left": manager.removals if receipt is None else len(receipt.owed),
             **({} if receipt is None else {"receipt": msgspec.to_builtins(receipt)}),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 from kvladder.errors import ConfigError, TierError
 from kvladder.export.link import FarOffers, Serve
-from kvladder.tiers.context import Blocking
 from kvladder.tiers.nixl.curve import KeyRing
 from kvladder.tiers.nixl.roster import BEAT_S, Entry, Roster, run_of
 
@@ -24,8 +22,6 @@ class RosterAnnouncer:
     ----------
     say:
         Called with the reason why clients do not find the exporter.
-    renew:
-        Reads the keys again.
     """
 
     def __init__(
@@ -34,13 +30,11 @@ class RosterAnnouncer:
         name: str,
         entry: Entry,
         say: Callable[[str], object],
-        renew: Callable[[], Awaitable[object]],
     ) -> None:
         self._roster = roster
         self._name = name
         self._entry = entry
         self._say = say
-        self._renew = renew
         self._public = ""
         """Public key of the list that has the entry."""
         self._why = ""
@@ -52,7 +46,6 @@ class RosterAnnouncer:
     async def beat(self) -> None:
         """Write or renew the entry; raise ConfigError if Redis refuses the login."""
         try:
-            await self._renew()
             before, self._public = self._public, self._roster.public
             is_new = before != self._public
             is_there = await self._roster.announce(self._name, self._entry, first=is_new)
@@ -85,9 +78,11 @@ class RosterAnnouncer:
 
 @asynccontextmanager
 async def announced(
-    offers: FarOffers, told: Serve, address: str, run_blocking: Blocking
+    offers: FarOffers, told: Serve, address: str, ring: KeyRing
 ) -> AsyncGenerator[Callable[[], Mapping[str, int]]]:
     """Announce what is served at ``address`` while the context lasts; yield a reader of its gauges.
+
+    ``ring`` has the keys of what is served, as they are at each time.
 
     Raises
     ------
@@ -105,10 +100,8 @@ async def announced(
         block_bytes=offers.block_bytes_max,
         namespace=told.namespace.hex(),
     )
-    ring = KeyRing(told.keys, lambda _: None)  # the exporter's own says what changes
     roster = Roster(told.roster, lambda: [ring.keys.public.decode()])
-    renew = partial(run_blocking, ring.renew)
-    announcer = RosterAnnouncer(roster, told.name or reached, entry, offers.say, renew)
+    announcer = RosterAnnouncer(roster, told.name or reached, entry, offers.say)
     running: asyncio.Task[None] | None = None
     try:
         await announcer.beat()

@@ -514,18 +514,29 @@ class ServerOffers(CacheOffers):
             self._abandon(granted)
 
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
-        """Return when all tiers have forgotten the blocks for good, see ``Offers``."""
+        """Return when all tiers have forgotten the blocks for good, see ``Offers``.
+
+        Raise TierError if a tier has no rights to remove blocks.
+        """
         known = self._sessions.get(session)
         if known is not None:
+            denied = self._manager.denied
             is_left = self._manager.ladder.remove(self._names(known, keys))
             while is_left() and session in self._sessions:  # noqa: ASYNC110 - tiers do not notify
                 await asyncio.sleep(PURGED_S)
+            self._require_rights(denied)
+
+    def _require_rights(self, denied: int) -> None:
+        """Raise TierError if more removals than these were denied by now."""
+        if self._manager.denied > denied:
+            raise TierError("a tier of this server has no rights to remove blocks")
 
     async def purge(self, session: int, salt: bytes | None) -> int:
-        """Return when all tiers have forgotten and overwritten the blocks, see ``Offers``."""
+        """Return when all tiers have forgotten and overwritten the blocks, like ``remove``."""
         known = self._sessions.get(session)
         if known is None:
             return 0
+        denied = self._manager.denied
         salts = {own_salt(known.namespace, salt or b"")}
         if salt is None:
             granted = [one for each in self._sessions.values() for one in each.grants.values()]
@@ -540,6 +551,7 @@ class ServerOffers(CacheOffers):
             gone += max(counts.values(), default=0)  # a block may be in several levels
         while self._manager.removals and session in self._sessions:  # noqa: ASYNC110 - as it says
             await asyncio.sleep(PURGED_S)
+        self._require_rights(denied)
         return gone
 
     async def survey(self, session: int, of: int, salt: bytes | None) -> Surveyed:

@@ -108,8 +108,8 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingSta
         say=offers.say,
     )
     async with (
-        clients as (address, exporter),
-        announced(offers, told, address, pool.run) as announcing,
+        clients as (address, exporter, ring),
+        announced(offers, told, address, ring) as announcing,
     ):
         yield ServingStarted(address, lambda: {**exporter.gauges(), **announcing()})
 

@@ -358,8 +358,10 @@ async def exporting(
     interfaces: str,
     run_blocking: Blocking,
     say: Callable[[str], object],
-) -> AsyncGenerator[tuple[str, Exporter]]:
-    """Serve clients of a cache while the context lasts; yield the address and the exporter.
+) -> AsyncGenerator[tuple[str, Exporter, KeyRing]]:
+    """Serve clients of a cache while the context lasts.
+
+    Yields the address, the exporter, and the keys, which follow their file.
 
     Parameters
     ----------
@@ -393,6 +395,6 @@ async def exporting(
         following = asyncio.create_task(follow(ring, listener, run_blocking), name="kvladder-keys")
         undo.callback(following.cancel)
         try:
-            yield f"{listen.rpartition(':')[0]}:{listener.port}", exporter
+            yield f"{listen.rpartition(':')[0]}:{listener.port}", exporter, ring
         finally:
             await exporter.aclose()

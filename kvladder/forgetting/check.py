@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvladder.errors import PermissionDenied
 from kvladder.forgetting.receipt import Receipt
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
@@ -128,7 +129,10 @@ async def _look(level: Level, looker: Looker) -> str:
     client, tier = level.client, level.tier
     if looker.by_salt or not tier.shared:
         if tier.surveys:
-            return await client.survey(looker.salt, looker.take)
+            try:
+                return await client.survey(looker.salt, looker.take)
+            except PermissionDenied as error:
+                return str(error)
         return "its tier cannot tell what others put there" if tier.shared else ""
     step = min(STEP, tier.probe_max or tier.batch_max)
     for start in range(0, len(looker.keys), step):

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from kvladder.errors import ConfigError, KvladderError, Unavailable
+from kvladder.errors import ConfigError, KvladderError, PermissionDenied, Unavailable
 from kvladder.forgetting.check import Check, check_levels
 from kvladder.forgetting.ledger import PurgeLedger
 from kvladder.forgetting.owed import OpenPurge, why_owed
@@ -136,9 +136,9 @@ class Purger:
             one = await self._begin(scope)
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not one.is_done.is_set() and not gone():
+                while not one.is_over.is_set() and not gone():
                     await self._look()
-                    if not one.is_done.is_set():
+                    if not one.is_over.is_set():
                         await asyncio.sleep(POLL_S)
         self._keep()
         return one.receipt
@@ -337,7 +337,8 @@ class Purger:
         by_name = {level.name: level for level in levels}
         with self._stack.lock:
             erased = {level.name: level.stats.purged for level in levels}
-        one, gone = OpenPurge(receipt, by_name, erased), dict[str, int]()
+            denied = {level.name: level.stats.denied for level in levels}
+        one, gone = OpenPurge(receipt, by_name, erased, denied), dict[str, int]()
         one.media = {name: medium for name, medium in self._away() if name not in by_name}
         self._begun.append(one)
         self._doubt(one, by_name)
@@ -442,8 +443,13 @@ class Purger:
                     unknown += verdict == UNKNOWN
 
         salt = bytes.fromhex(receipt.salt_digest) if is_prefix else None
-        if await level.client.survey(salt, take):
-            return
+        try:
+            if await level.client.survey(salt, take):
+                return
+        except PermissionDenied as error:  # what it has stays there
+            with self._stack.lock:
+                level.stats.denied += 1
+            level.client.deny(error)
         keys = list(found)
         for start in range(0, len(keys), STEP):
             with self._stack.lock:
@@ -475,7 +481,8 @@ class Purger:
         one.is_new = False
         if not one.receipt.owed:
             self._open.pop(one.receipt.id, None)
-            one.is_done.set()
+        if one.given_up.issuperset(level.name for level in one.receipt.owed):
+            one.is_over.set()
 
     def _note(self, one: OpenPurge) -> bool:
         """Update the receipt of a purge; return whether it changed."""
@@ -488,7 +495,10 @@ class Purger:
                 why = DETACHED if result.name in one.media else ABSENT
             else:
                 with self._stack.lock:
-                    why, erased = why_owed(level), level.stats.purged
+                    why, is_final = why_owed(level, one.denied[result.name])
+                    erased = level.stats.purged
+                if is_final:
+                    one.given_up.add(result.name)
             if why:
                 changed, result.why = changed or why != result.why, why
                 continue
@@ -506,12 +516,12 @@ class Purger:
 
     def departed(self, level: Level, medium: str) -> None:
         """Note what a level still owes that has left the stack; its tier closes afterwards."""
-        with self._stack.lock:
-            is_done = not why_owed(level)
         if level.outlives:
             self._detached[medium] = self._result(level)
         for one in (*self._open.values(), *self._begun):
             for name in [name for name, own in one.levels.items() if own is level]:
+                with self._stack.lock:
+                    is_done = not why_owed(level, one.denied[name])[0]
                 del one.levels[name]
                 one.doubts.pop(name, None)
                 if not level.outlives or (is_done and one not in self._begun):
@@ -551,8 +561,9 @@ class Purger:
                 level.purges.condemn(digest)
             if level.tier.erases or (is_whole and level.tier.shared):
                 level.purge(digest if is_whole else None)
-            one.erased[name] = level.stats.purged
+            one.erased[name], one.denied[name] = level.stats.purged, level.stats.denied
         one.levels[name] = level
+        one.given_up.discard(name)
         one.media.pop(name, None)
 
     async def check(self, receipt: Receipt) -> Check:

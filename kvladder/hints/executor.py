@@ -280,13 +280,14 @@ class HintExecutor:
         """Begin to bring the prefixes up, at most as many blocks as the budget allows."""
         budget = order.budget_blocks or sum(map(len, scope.runs))
         runs: list[Sequence[BlockKey]] = []
-        reached = 0
+        reached = unknown = 0
         for run in scope.runs:
             length = self._manager.reach(run)
             if not scope.is_prefix:  # the keys may be another's: only recorded owners count
                 length = min(length, self._commands.own(run, self._scopes.digest(scope.salt)))
             reached += length
             runs.append(run[: min(length, budget - sum(map(len, runs)))])
+            unknown += len(runs[-1]) - self._manager.lookup(runs[-1]).total
         wanted = sum(map(len, runs))
         if not wanted:
             return ActionResult("", "missing", "no level holds these blocks")
@@ -297,6 +298,9 @@ class HintExecutor:
         if any(waits):
             why = f"{counted(PREFETCHES_MAX, 'fetch')} are in flight"
             return ActionResult("", "deferred", why, wanted)
+        if unknown:
+            why = f"a shared level has to be asked about {counted(unknown, 'block')}"
+            return ActionResult("", "deferred", why, wanted - unknown)
         if wanted < reached:
             return ActionResult("", "clipped", f"to {counted(wanted, 'block')}", wanted)
         return ActionResult("", "accepted", blocks=wanted)

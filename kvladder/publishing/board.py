@@ -34,6 +34,7 @@ SECTIONS: Final = {
     "loop": "Event loop",
     "copies": "Copies between engine and host",
     "export": "Clients of this cache",
+    "record": "Recording of requests",
     "shadow": "Shadow of other sizes",
 }
 """Titles of rows; other sections have their own names."""

@@ -19,7 +19,14 @@ from kvladder.errors import ConfigError
 from kvladder.publishing.clients import REPLAYS_MAX, FeedClients
 from kvladder.publishing.device import OnDevice
 from kvladder.publishing.messages import Messages
-from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from kvladder.publishing.wire import (
+    END,
+    TOO_OFTEN,
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+)
 from kvladder.tiers.ladder import Ladder
 from kvladder.units import Size
 
@@ -45,7 +52,7 @@ class Publisher:
     sends an empty frame and a sequence number gets every batch from that one on, then one numbered
     -1. If the first of them is no longer kept, the publisher sends AllBlocksCleared to all
     listeners and announces everything again, at most once in ``REPEAT_S``. An address that asks
-    more often than ``REPLAYS_MAX`` times a second gets only the end.
+    more often than ``REPLAYS_MAX`` times a second gets only the end, with the reason as its topic.
 
     Raises
     ------
@@ -174,13 +181,14 @@ class Publisher:
             return
         first = int.from_bytes(rest[1])
         _bound(replay, self._waiting(self._kept_max) + ENDS_MAX)
-        if self._clients.allows(str(frames[1].get("Peer-Address")), monotonic()):
+        is_allowed = self._clients.allows(str(frames[1].get("Peer-Address")), monotonic())
+        if is_allowed:
             for sequence, payload in self._sent:
                 if sequence >= first:
                     number = sequence.to_bytes(8)
                     replay.send_multipart([client, b"", self._topic, number, payload], copy=False)
             self._is_behind |= bool(self._sent) and first < self._sent[0][0]
-        replay.send_multipart([client, b"", b"", END, b""])
+        replay.send_multipart([client, b"", b"" if is_allowed else TOO_OFTEN, END, b""])
 
     def _wait_ms(self) -> int | None:
         """Return how long to wait for events and clients; None if only they give work."""

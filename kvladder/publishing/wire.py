@@ -13,6 +13,8 @@ import msgspec
 Hash = bytes | int
 END: Final = (-1).to_bytes(8, signed=True)
 """The sequence number of the message that ends a replay."""
+TOO_OFTEN: Final = b"refused: this address asks too often"
+"""In place of a topic in that message: nothing was replayed, and later it may be."""
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvladder.errors import TierError
-from kvladder.keys import BlockKey
-from kvladder.tiers.base import Tier
-from kvladder.tiers.label import Coding, Outcome, Read, ReadResult, Ref, Write, arrived
+from kvladder.tiers.label import Coding, Outcome, Read, ReadResult, Write, arrived
+from kvladder.tiers.memory import MemoryTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,8 @@ class _Channel:
             await asyncio.sleep(wait_s)
 
 
-class PacedTier(Tier):
-    """Keeps blocks in memory, and takes the time that a medium of these speeds would take.
+class PacedTier(MemoryTier):
+    """Takes the time for its blocks that a medium of these speeds would take.
 
     Parameters
     ----------
@@ -53,8 +51,6 @@ class PacedTier(Tier):
         bytes are not defined.
     """
 
-    medium = "CPU"
-
     def __init__(
         self,
         speeds: Speeds | None = None,
@@ -63,35 +59,25 @@ class PacedTier(Tier):
         batch_max: int = 64,
         is_bare: bool = False,
     ) -> None:
+        super().__init__()
         speeds = speeds or Speeds()
         self.batch_max = batch_max
         self._stored_bytes = stored_bytes
         self._is_bare = is_bare
         self._reads = _Channel(speeds.read, speeds.latency_s)
         self._writes = _Channel(speeds.write, speeds.latency_s)
-        self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
-        self._closed = False
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TierError("the tier is closed", temporary=False)
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         self._require_open()
-        found = [self._blocks.get(read.key) for read in reads]
-        there = len(found) - found.count(None)
+        there = sum(read.key in self._blocks for read in reads)
         await self._reads.move(there * self._stored_bytes)
+        if not self._is_bare:
+            return await super().get(reads)
         self._require_open()
-        for read, block in zip(reads, found, strict=True):
-            if block is None:
-                continue
-            if self._is_bare:
+        for read in reads:
+            if read.key in self._blocks:
                 arrived(read, self._good)
-            else:
-                label, data = block
-                read.view[: len(data)] = data[: len(read.view)]
-                read.came(label, len(data))
-        return [block is not None for block in found]
+        return [read.key in self._blocks for read in reads]
 
     @property
     def _good(self) -> ReadResult:
@@ -100,27 +86,9 @@ class PacedTier(Tier):
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         self._require_open()
-        if self._is_bare:
-            made = [(b"", b"")] * len(writes)
-        else:
-            both = await self.context.run_blocking(
-                lambda: [(one.label(), bytes(one.view[: one.length])) for one in writes]
-            )
-            made = list(both)
         await self._writes.move(len(writes) * self._stored_bytes)
+        if not self._is_bare:
+            return await super().put(writes)
         self._require_open()
-        self._blocks.update(zip([write.key for write in writes], made, strict=True))
+        self._blocks.update(dict.fromkeys([write.key for write in writes], (b"", b"")))
         return [True] * len(writes)
-
-    async def remove(self, blocks: Sequence[Ref]) -> None:
-        self._require_open()
-        for block in blocks:
-            self._blocks.pop(block.key, None)
-
-    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
-        self._require_open()
-        return [block.key in self._blocks for block in blocks]
-
-    async def aclose(self) -> None:
-        self._closed = True
-        self._blocks.clear()

@@ -17,7 +17,7 @@ with needed("events"):
     import zmq.asyncio
     from zmq.utils.monitor import recv_monitor_message
 
-from kvladder.publishing.wire import END, Hash
+from kvladder.publishing.wire import END, TOO_OFTEN, Hash
 from kvladder.routing.index import Index
 
 WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -32,6 +32,8 @@ REFUSED: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors that an invalid message raises while it is decoded or told to the index."""
 GROUPS_MAX: Final = 256
 """Highest number of skipped groups of layers of one engine."""
+POSTPONED_S: Final = 1.0
+"""Seconds until the feed repeats a request for a replay that was refused as too frequent."""
 NUMBER_MAX: Final = (1 << 63) - 2
 """Highest number of a message, so that the next number still fits into 63 bits."""
 
@@ -117,7 +119,8 @@ class Feed:
         self.engine = engine
         self.counts = Counter[str]()
         """Counters: ``batches`` applied, ``gaps`` in their numbers, batches ``lost`` for good,
-        ``restarts`` of the engine, ``refused`` messages and events."""
+        ``restarts`` of the engine, ``refused`` messages and events, replays that the engine
+        ``postponed`` because this address asks too often."""
         self.connected = asyncio.Event()
         """Set while the engine is connected and the replay of earlier messages is done."""
         self._index = index
@@ -167,10 +170,13 @@ class Feed:
             self._context.destroy(linger=0)
 
     def _frames(self, frames: list[bytes]) -> tuple[bool, int | None, bytes]:
-        """Return whether a message ends a replay, its number (None if invalid) and its payload."""
-        sent, payload = frames[-2:] if len(frames) >= 3 else (b"", b"")
+        """Return whether a message ends a replay, its number (None if invalid) and its payload.
+
+        Of a message that ends a replay it is the topic, which may say why nothing was replayed.
+        """
+        topic, sent, payload = frames[-3:] if len(frames) >= 3 else (b"", b"", b"")
         if sent == END:
-            return True, None, b""
+            return True, None, topic
         number = int.from_bytes(sent) if len(sent) == len(END) else NUMBER_MAX + 1
         if number <= NUMBER_MAX:
             return False, number, payload
@@ -238,8 +244,8 @@ class Feed:
     async def _again(self, first: int) -> bool:
         """Ask for a replay of the messages from ``first`` on, and apply those that are new.
 
-        Return whether the replay contained the message applied last, unchanged: then the engine
-        has not restarted.
+        An engine that is asked too often is asked again a little later. Return whether the replay
+        contained the message applied last, unchanged: then the engine has not restarted.
         """
         if self._replay is None:
             return False
@@ -252,6 +258,11 @@ class Feed:
                 await socket.send_multipart([b"", first.to_bytes(8)])
                 while True:
                     is_end, number, payload = self._frames(await socket.recv_multipart())
+                    if is_end and payload == TOO_OFTEN:
+                        self.counts["postponed"] += 1
+                        await asyncio.sleep(POSTPONED_S)
+                        await socket.send_multipart([b"", first.to_bytes(8)])
+                        continue
                     if is_end:
                         break
                     if number is None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from kvladder.errors import TierError, TierFull
+from kvladder.errors import PermissionDenied, TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.testing.steps import SAID_AT_ONCE as SAID_AT_ONCE
 from kvladder.testing.steps import Block as Block
@@ -382,8 +382,9 @@ class FakeTier(Tier):
         self._require(not (soon and left_out), f"a {operation} while the breaker is open")
         try:
             yield
-        except (TierFull, CancelledError) as error:
-            if kind == "put" and isinstance(error, TierFull):  # a full tier is no failure
+        except (TierFull, PermissionDenied, CancelledError) as error:
+            no_failure = TierFull if kind == "put" else PermissionDenied
+            if isinstance(error, no_failure):
                 self._failed[kind] = 0
             raise
         except BaseException:

@@ -68,7 +68,7 @@ async def test_what_a_failing_level_does_not_take_is_left_and_told() -> None:
         await drain.wait(1000.0)
         told = drain.as_dict()
         assert told["state"] == "done"
-        assert sum(told["left"].values()) == 10
+        assert sum(told["left"].values()) == told["lost"] == 10
         assert cache.stack.held() == (0, 0)
 
 

@@ -418,7 +418,14 @@ def test_a_drain_brings_private_levels_to_a_named_one(folder: Path) -> None:
         save(cache, *range(20))
         cache._stack.host.forget(keys(*range(10)), "evicted")
         done = ask(folder / "kv.sock", {"command": "drain", "to": "cold", "wait_s": PATIENCE_S})
-        assert done == {"state": "done", "to": "cold", "blocks": 20, "looked_at": 0, "left": {}}
+        assert done == {
+            "state": "done",
+            "to": "cold",
+            "blocks": 20,
+            "looked_at": 0,
+            "left": {},
+            "lost": 0,
+        }
         assert cache.stats()["cold"]["blocks"] == 20
         with pytest.raises(ConfigError, match=r"'host' is no level to drain to"):
             ask(folder / "kv.sock", {"command": "drain", "to": "host"})

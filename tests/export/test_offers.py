@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
-from kvladder.errors import TierError
+from kvladder.errors import PermissionDenied, TierError
 from kvladder.export.offers import HAVE, LATER, REFUSED
 from kvladder.export.spaces import own_salt
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.testing.steps import Fail, Hold
+from kvladder.testing.steps import Fail, Hold, Raise
 from kvladder.tiers.label import Facts, told
 from kvladder.tiers.ladder.batched import ROOM_S
 from tests.export.clients import SIZE, SPACE, Client, engine, keys_of, payload, server
@@ -236,6 +237,21 @@ async def test_a_removal_is_answered_when_the_tiers_have_forgotten_its_blocks(
         removing.let_go()
         await answer
         assert len(tier.records) == 2
+
+
+async def test_a_removal_without_rights_below_a_server_is_no_answer() -> None:
+    denials = [Raise(PermissionDenied, on=on, times=None) for on in ("remove", "purge")]
+    tier = SharedFakeTier(denials)
+    async with server(LevelSpec(tier, OffloadRule(when="commit"))) as (cache, offers):
+        tier.removable = lambda _: True
+        client = Client(offers)
+        await client.hello()
+        await client.put(FOUR)
+        await cache.settle()
+        with pytest.raises(TierError, match="no rights to remove"):
+            await offers.remove(client.session, FOUR[:2])
+        with pytest.raises(TierError, match="no rights to remove"):
+            await offers.purge(client.session, None)
 
 
 class SlowlySynced(FakeTier):

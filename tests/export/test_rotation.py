@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from kvladder import Layout, open_cache
+from kvladder.cli import main
 from kvladder.control.sockets import ask
 from kvladder.errors import ConfigError
 from kvladder.testing.redisserver import RedisServer
@@ -56,12 +57,16 @@ def connects(server: Server, keys: Path) -> bool:
         return False
 
 
+def stack(server: Server, keys: Path) -> dict[str, Any]:
+    """Return the settings of an engine that keeps its blocks in the server."""
+    far = level(server, keys=str(keys), breaker={"failures": 1, "retry": "100 ms"})
+    fetch = {"when": "always", "deadline": "10 s"}
+    return {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, far], "fetch": fetch}
+
+
 def engine(server: Server, keys: Path) -> Any:
     """Return the open cache of an engine that keeps its blocks in the server."""
-    far = level(server, keys=str(keys), breaker={"failures": 1, "retry": "100 ms"})
-    stack = {"arena": {"size": "4 MiB"}, "tiers": [{"type": "host"}, far]}
-    stack["fetch"] = {"when": "always", "deadline": "10 s"}
-    return open_cache(stack, layout=LAYOUT)
+    return open_cache(stack(server, keys), layout=LAYOUT)
 
 
 def use(cache: Any, *numbers: int) -> None:
@@ -163,3 +168,33 @@ def test_a_server_gets_another_secret_key_while_it_and_its_clients_run(tmp_path)
             assert not connects(server, client)
             edit(client, peers=[new])
             assert connects(server, client)
+
+
+def test_a_client_that_loses_its_rights_is_told_so_and_owes_no_removal(tmp_path, capsys):
+    with Server(tmp_path / "server") as server:
+        own, client = server.keys / "server.keys", server.keys / "client.keys"
+        config = tmp_path / "stack.yaml"
+        config.write_text(
+            yaml.safe_dump(stack(server, client) | {"control": str(tmp_path / "kv.sock")})
+        )
+        with open_cache(config, layout=LAYOUT) as cache:
+            use(cache, 1, 2)
+            may_read = {"name": "reader", "read": [cache.namespace.hex()]}
+            may_read["peers"] = yaml.safe_load(own.read_text())["peers"]
+            edit(own, peers=[], tenants=[may_read])
+            until(lambda: lost(server) == 1)
+
+            def denied() -> int:
+                cache.remove(blocks(1))
+                return cache.denied
+
+            until(denied, every_s=0.1)
+            until(lambda: not cache.removals)
+            assert loaded(cache, blocks(1)).blocks == 1, "the server still has it"
+            assert main(["purge", str(config), "--all"]) == 2
+            said = capsys.readouterr().err
+            assert "far: 3 removals denied" in said, "the purge, and the blocks that it knew"
+            assert "purge with a client that may remove blocks" in said
+            assert "in progress" not in said
+            told = ask(tmp_path / "kv.sock", {"command": "status"})["notices"]
+            assert any("does not let this client remove blocks" in str(one) for one in told)

@@ -129,7 +129,7 @@ async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> Non
         interfaces="lo",
         run_blocking=pool.run,
         say=lambda _: None,
-    ) as (_, exporter):
+    ) as (_, exporter, _):
         inside = Inside(manager, offers, exporter)
         print(line("ready"), flush=True)
         while said := await reader.readline():

@@ -64,11 +64,14 @@ def test_the_page_has_a_section_for_each_alert_and_no_other() -> None:
 def promtool(folder: Path, name: str, samples: dict[str, str], expected: list[Any]) -> str:
     """Run one case of ``promtool test rules``; return its output, or nothing if it holds."""
     (folder / RULES).write_bytes(msgspec.yaml.encode(rules(metrics=WHOLE)))
+    times: list[tuple[str, list[Any]]] = [(CASES[name]["at"], expected)]
+    if "pending" in CASES[name]:
+        times.append((CASES[name]["pending"], []))
     case = {
         "interval": "1m",
         "input_series": [{"series": one, "values": values} for one, values in samples.items()],
         "alert_rule_test": [
-            {"eval_time": CASES[name]["at"], "alertname": name, "exp_alerts": expected}
+            {"eval_time": at, "alertname": name, "exp_alerts": alerts} for at, alerts in times
         ],
     }
     every = CASES[name].get("every", "1m")
@@ -83,6 +86,20 @@ def promtool(folder: Path, name: str, samples: dict[str, str], expected: list[An
     )
     assert (done.returncode == 0) == ("FAILED" not in done.stdout + done.stderr)
     return done.stdout + done.stderr if done.returncode else ""
+
+
+def minutes(text: str) -> int:
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?|0s", text)
+    assert found, text
+    return 60 * int(found[1] or 0) + int(found[2] or 0)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=NAMES)
+def test_a_case_is_evaluated_at_the_times_that_its_rule_needs(alert: Any) -> None:
+    case = CASES[alert.name]
+    windows = re.findall(r"\[(\d+m)\]", alert.expr)
+    times = [case["at"], case.get("pending", "0s"), *windows, alert.for_]
+    assert not any(minutes(time) % minutes(case.get("every", "1m")) for time in times)
 
 
 def series_of(case: dict[str, Any]) -> set[str]:

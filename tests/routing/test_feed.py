@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from kvladder.testing.stacks import SimCache
 zmq = pytest.importorskip("zmq")
 sockets = pytest.importorskip("zmq.asyncio")
 
+from kvladder.publishing.clients import REPLAYS_MAX  # noqa: E402
 from kvladder.routing.feed import EngineEvent, Feed  # noqa: E402
 
 pytestmark = pytest.mark.real
@@ -401,3 +402,24 @@ async def test_a_feed_follows_kvladders_own_publisher(tmp_path: Any) -> None:
             cache.remove(keys[:3])
             await until(lambda: index.rows == 6)
             assert index.unplaced >= 9
+
+
+@pytest.mark.slow
+async def test_feeds_of_one_address_take_turns_to_be_replayed() -> None:
+    publish, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    source = {
+        "arena": {"size": "64 KiB"},
+        "events": {"publish": publish, "replay": replay},
+        "tiers": [{"type": "host"}],
+    }
+    layout = Layout(block_tokens=4, block_bytes=4096)
+    with await asyncio.to_thread(open_cache, source, layout=layout) as cache:
+        cache.save(SimCache.keys(1, 2, 3)).commit()
+        engine = type("Addresses", (), {"publish": publish, "replay": replay})()
+        async with AsyncExitStack() as ends:
+            indexes = [Index() for _ in range(REPLAYS_MAX + 2)]
+            opened = [ends.enter_async_context(following(engine, index)) for index in indexes]
+            feeds = await asyncio.gather(*opened)
+            assert [index.rows for index in indexes] == [3] * len(indexes)
+            waited = sum(feed.counts["postponed"] for feed in feeds)
+            assert waited == cache.stats()["events"]["refused"] > 0

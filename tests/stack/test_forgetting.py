@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvladder.errors import ConfigError, Unavailable
+from kvladder.errors import ConfigError, PermissionDenied, Unavailable
 from kvladder.forgetting.ledger import PurgeLedger
 from kvladder.forgetting.purger import Purger, WrongScope
 from kvladder.forgetting.receipt import Receipt, Signer, read_receipt
 from kvladder.forgetting.scope import PurgeScope
 from kvladder.keys import START, BlockKey, salt_digest
-from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Hold
+from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Hold, Raise
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -181,6 +181,38 @@ async def test_a_purge_owed_at_a_stop_is_paid_at_the_next_start(tmp_path: Path) 
     async with purging(tmp_path, LevelSpec(SharedFakeTier(store=store), COMMIT)) as (_, purger):
         assert purger.owed == 0, "it is not paid twice"
         assert store.spaces[cache.manager.namespace].keys() >= {cache.keys(4)[0]}
+
+
+@pytest.mark.parametrize("kind", ["salt", "session", "prefix"])
+async def test_a_purge_without_rights_stays_owed_and_keeps_no_caller_waiting(
+    tmp_path: Path, kind: str
+) -> None:
+    store = FakeStore()
+    denials = [Raise(PermissionDenied, on=on, times=None) for on in ("remove", "purge")]
+    tier = SharedFakeTier(denials, store=store)
+    async with purging(tmp_path, LevelSpec(tier, COMMIT, settings=QUICK)) as (cache, purger):
+        tier.removable = lambda _: True
+        cache.save(cache.keys(1, 2), salt="red", session="mine", parent=START)
+        await cache.settle()
+        scope = {
+            "salt": PurgeScope(salt="red"),
+            "session": PurgeScope(session="mine"),
+            "prefix": PurgeScope(keys=[cache.keys(1)[0].hex()], salt="red"),
+        }[kind]
+        receipt = await asyncio.wait_for(purger.purge(scope), 5.0)
+        (owed,) = receipt.owed
+        assert (owed.name, owed.why) == ("level1", "denied: scripted")
+        assert cache.manager.removals == 0
+        assert await cache.load(cache.keys(1)) == ["level1"], "the level is asked again"
+        (_, below) = (await purger.check(receipt)).levels
+        assert below.finding == "owed"
+        assert not stored(tmp_path, receipt).complete
+    tier = SharedFakeTier(store=store)
+    tier.removable = lambda _: True
+    async with purging(tmp_path, LevelSpec(tier, COMMIT)):  # it has the rights now
+        await asyncio.sleep(2.0)
+        assert stored(tmp_path, receipt).complete
+        assert tier.stored(cache.keys(1)[0]) is None
 
 
 async def keep(tmp_path: Path, store: FakeStore) -> None:

@@ -195,6 +195,21 @@ async def test_prefetched_blocks_are_in_host_before_their_request_comes() -> Non
         assert told.tell(do="prefetch", keys=hex_of(OTHER)).outcome == "missing"
 
 
+async def test_a_prefetch_that_has_to_ask_a_shared_level_says_so() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier), slots=8) as cache:
+        told = Told(cache)
+        cache.save(PROMPT[:2])
+        tier.others_put({key: cache.payload(key) for key in PROMPT[2:4]})
+        why = "a shared level has to be asked about 4 blocks"
+        assert told.tell(OwnRequest(PROMPT), do="prefetch") == ("a0", "deferred", why, 2)
+        await told.until_fetched()
+        assert told.where(PROMPT[:4]) == ["host"] * 4
+        again = told.tell(OwnRequest(PROMPT[:4]), do="prefetch")
+        assert again == ("a0", "accepted", "", 4)
+        await told.until_fetched()
+
+
 async def test_a_prefetch_that_is_cancelled_gives_its_slots_back() -> None:
     store = await flushed(tuple(range(1, 7)))
     tier = FakeTier(store=store, durable=True, latency_s=5.0)

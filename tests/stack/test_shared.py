@@ -13,7 +13,7 @@ from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang,
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.definition import LevelSettings
-from kvladder.tiers.ladder.loading.probe import Question
+from kvladder.tiers.ladder.loading.probe import Asked, Question
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 
@@ -59,6 +59,44 @@ async def test_a_shared_tier_fills_a_hole_of_another_level() -> None:
         cache.levels[0].remove(keys[1:2])
         assert await cache.load(keys) == ["level1", "level2", "level1"]
         assert tier.batches("contains") == [1], "what is known is not asked for"
+
+
+async def read_from(cache: SimCache, keys: list[BlockKey], *levels: str) -> list[str]:
+    fetch = cache.manager.fetch(keys, deadline_s=60.0, levels=levels)
+    await asyncio.sleep(0.1)
+    assert fetch.done
+    sources = fetch.sources
+    fetch.release()
+    return sources
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_fetch_of_one_level_finds_its_block_though_a_hotter_one_has_it(
+    *, is_known: bool
+) -> None:
+    hotter, colder = SharedFakeTier(), SharedFakeTier()
+    async with cache_of(LevelSpec(hotter), LevelSpec(colder)) as cache:
+        keys = put_by_others(hotter, 1, 2)
+        put_by_others(colder, 1, 2)
+        if is_known:
+            assert await read_from(cache, keys, "level1") == ["level1"] * 2
+            cache.stack.host.remove(keys)
+        assert await read_from(cache, keys, "level2") == ["level2"] * 2
+        assert not hotter.batches("contains")[is_known:], "it was not to be asked"
+
+
+async def test_a_block_absent_from_one_level_is_looked_for_in_the_others() -> None:
+    hotter, colder = SharedFakeTier(), SharedFakeTier()
+    async with cache_of(LevelSpec(hotter), LevelSpec(colder)) as cache:
+        keys = put_by_others(colder, 1, 2)
+        assert await read_from(cache, keys, "level1") == []
+        assert await read_from(cache, keys, "level1") == []
+        assert hotter.batches("contains") == [2], "its answer is remembered"
+        assert await cache.load(keys) == ["level2"] * 2
+        assert await cache.load(cache.keys(3)) == []
+        asked = len(hotter.calls)
+        assert await read_from(cache, cache.keys(3), "level1") == []
+        assert len(hotter.calls) == asked, "none had it"
 
 
 async def test_an_absent_block_is_not_asked_for_again_at_once() -> None:
@@ -243,14 +281,14 @@ async def test_those_who_wait_for_the_answer_to_anothers_question_learn_that_it_
 async def test_probes_begin_and_end_with_the_lock_held() -> None:
     """The engine's thread looks through them when it removes blocks."""
 
-    class Guarded(dict[BlockKey, Question]):
-        def __setitem__(self, key: BlockKey, question: Question) -> None:
+    class Guarded(dict[Asked, Question]):
+        def __setitem__(self, asked: Asked, question: Question) -> None:
             assert cache.stack.lock.held()
-            super().__setitem__(key, question)
+            super().__setitem__(asked, question)
 
-        def __delitem__(self, key: BlockKey) -> None:
+        def __delitem__(self, asked: Asked) -> None:
             assert cache.stack.lock.held()
-            super().__delitem__(key)
+            super().__delitem__(asked)
 
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier)) as cache:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvladder.errors import TierFull
+from kvladder.errors import PermissionDenied, TierFull
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
+from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold, Raise, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
@@ -236,12 +236,57 @@ async def test_blocks_are_evicted_from_the_tier_only_when_it_is_full() -> None:
         assert len(tier.records) == 2
 
 
-async def test_an_engine_that_only_reads_finds_blocks_of_others_after_its_tier_was_full() -> None:
-    tier = SharedFakeTier([Full(times=1)])
-    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
-        cache.save(cache.keys(1))
+@pytest.mark.parametrize("held", [0, 2])
+async def test_a_full_tier_costs_no_block_of_others(held: int) -> None:
+    tier = SharedFakeTier(batch_max=1)
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=5), slots=16) as cache:
+        own = range(1, 1 + held)
+        if own:
+            await stored(cache, *own)
+        tier.script.append(Full())
+        cache.save(cache.keys(7))
         await cache.settle()
-        assert known(cache, 1) == 0
-        tier.others_put({key: cache.payload(key) for key in cache.keys(2, 3)})
+        tier.others_put({key: cache.payload(key) for key in cache.keys(3, 4, 5)})
+        assert await cache.load(cache.keys(3, 4, 5)) == ["level1"] * 3
+        assert (known(cache, 3, 4, 5), known(cache, *own)) == (3, held)
+        assert cache.levels[0].stats.evicted == 0, "they take no room that the tier lacks"
+        cache.save(cache.keys(8))
+        await cache.settle()
+        assert len(tier.records) == 3 + held, "a new block takes the room of an old one"
         await asyncio.sleep(2 * FULL_RETRY_S)
-        assert await cache.load(cache.keys(2, 3)) == ["level1"] * 2
+        cache.save(cache.keys(9))
+        await cache.settle()
+        assert len(tier.records) == 4 + held
+
+
+@pytest.mark.parametrize("purges", [True, False])
+async def test_a_removal_without_rights_ends_at_once_and_is_counted(*, purges: bool) -> None:
+    denials = [Raise(PermissionDenied, on=on, times=None) for on in ("remove", "purge")]
+    tier = SharedFakeTier(denials)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK), slots=16) as cache:
+        tier.removable = lambda _: True
+        await stored(cache, *range(6), salt="red")
+        if purges:
+            list(cache.manager.purge("red"))
+        else:
+            for key in cache.keys(*range(6)):
+                cache.manager.remove([key])
+                await asyncio.sleep(0.1)
+        await cache.settle()
+        assert cache.manager.removals == 0
+        assert cache.levels[0].stats.denied == cache.manager.denied == (7 if purges else 6)
+        assert cache.manager.stats()["level1"]["breaker_opened"] == 0
+        assert len(tier.records) == 6
+        assert known(cache, *range(6)) == 0
+        assert await cache.load(cache.keys(0)) == ["level1"], "the server still has it"
+
+
+async def test_a_private_tier_cannot_be_denied_a_removal() -> None:
+    tier = FakeTier([Raise(PermissionDenied, on="remove", times=2)], store=FakeStore())
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        await stored(cache, 1)
+        cache.manager.remove(cache.keys(1))
+        await asyncio.sleep(3.0)
+        assert (cache.manager.removals, cache.manager.denied) == (1, 0)
+        await asyncio.sleep(30.0)
+        assert (cache.manager.removals, tier.records) == (0, {})

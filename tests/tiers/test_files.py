@@ -25,8 +25,9 @@ from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Labels, Ref, Write, told
 from kvladder.units import Size
-from tests.kit.disk import FakeDisk, InlinePool
+from tests.kit.disk import FakeDisk
 from tests.patience import PATIENCE_S
+from tests.tiers.filestests import InFolder, OnFakeDisk
 
 HEADER = 4096
 
@@ -96,13 +97,7 @@ class StuckDisk(Disk):
         return super().preadv(fd, buffers, offset)
 
 
-class TestFiles(FilesTests):
-    real = True
-
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> MakeTier:
-        return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
-
+class TestFiles(InFolder, FilesTests):
     async def test_only_the_owner_may_read_the_files(
         self, tier: Tier, blocks: SampleBlocks, tmp_path: Path
     ) -> None:
@@ -248,16 +243,7 @@ class TestBuffered(FilesTests):
         return lambda: FilesTier(options)
 
 
-class TestFake(FilesTests):
-    @pytest.fixture
-    def disk(self) -> FakeDisk:
-        return FakeDisk(Path("/disk"))
-
-    @pytest.fixture
-    def make(self, disk: FakeDisk) -> MakeTier:
-        options = FilesOptions(path="/disk/kv")
-        return lambda: FilesTier(options, disk=disk, pool=InlinePool())
-
+class TestFake(OnFakeDisk, FilesTests):
     @pytest.fixture(autouse=True)
     def _disk(self, disk: FakeDisk) -> None:
         self.disk_of_test = disk

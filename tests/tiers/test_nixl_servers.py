@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import pytest_asyncio
 
-from kvladder.errors import ConfigError, TierError, Unavailable
+from kvladder.errors import ConfigError, PermissionDenied, TierError, Unavailable
 from kvladder.testing import TierTests
 from kvladder.testing.fixtures import TierFixtures
 from kvladder.tiers.label import LABEL_BYTES
@@ -217,12 +217,19 @@ class TestOwners(Fabrics):
         progress = list[tuple[int, int]]()
         assert await tier.purge(None, lambda *told: progress.append(told)) == 8
         for line in tier._servers:
-            line.here.writable = False
-        with pytest.raises(TierError, match="a:1 does not let this client remove blocks"):
+            line.here.writable = line.here.surveys = False
+        denied = "a:1 does not let this client remove blocks"
+        with pytest.raises(PermissionDenied, match=denied):
             await tier.purge(None, lambda *told: progress.append(told))
         assert progress == [(8, 8)]
-        with pytest.raises(TierError, match="a:1 does not let this client remove blocks"):
+        with pytest.raises(PermissionDenied, match=denied):
             await tier.remove(blocks.refs(blocks.some(1)))
+        with pytest.raises(PermissionDenied, match=denied):
+            [_ async for _ in tier.survey(None)]
+        self.network["b:1"].is_cut = True
+        await until(lambda: tier.gauges()["far_ends_connected"] == 4)
+        with pytest.raises(TierError, match="b:1: it does not answer heartbeats"):
+            await tier.remove(blocks.refs(blocks.some(1)))  # another call may reach that one
 
 
 class FakeRoster:

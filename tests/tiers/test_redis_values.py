@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.arena import Arena
-from kvladder.errors import TierFull, Unavailable
+from kvladder.errors import TierError, TierFull, Unavailable
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.fixtures import SampleBlocks
@@ -21,6 +21,7 @@ from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Coding, Labels, Outcome, packed_step
+from kvladder.tiers.redis.quota import scan
 from kvladder.tiers.redis.tier import PART_MS, RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 from kvladder.units import Duration
@@ -200,6 +201,37 @@ class TestValues(Values):
         await tier.aclose()
 
 
+class TestSurveys(Values):
+    async def found(self, tier, salt):
+        return sorted([key async for batch in tier.survey(salt) for key in batch])
+
+    async def test_blocks_that_leave_during_a_survey_are_not_told(self, tier, blocks, monkeypatch):
+        items = [one.of(salt=b"8 bytes!") for one in blocks.some(0, 1, 2)]
+        await blocks.store(tier, items)
+        self.run("SETRANGE", key_of(tier, items[1]), 7, b"damage")
+
+        async def scanned(*which):
+            async for names in scan(*which):
+                self.run("DEL", key_of(tier, items[0]))
+                yield names
+
+        monkeypatch.setattr("kvladder.tiers.redis.tier.scan", scanned)
+        assert await self.found(tier, b"8 bytes!") == sorted(one.key for one in items[1:])
+        assert await self.found(tier, b"another!") == [items[1].key], "its salt cannot be read"
+
+    async def test_a_survey_fails_if_a_label_is_not_answered(self, tier, blocks, context, servers):
+        """A user without the right to read one block stands for a server that fails."""
+        items = await blocks.put(tier, 0, 1)
+        known = key_of(tier, items[0]).decode()
+        self.run("ACL", "SETUSER", "some", "on", "nopass", "+@all", f"~{known}")
+        other = RedisTier(RedisOptions(url=servers[0].url, username="some"))
+        await other.open(context)
+        with pytest.raises(TierError, match="permissions"):
+            await self.found(other, b"8 bytes!")
+        await other.aclose()
+        self.run("ACL", "DELUSER", "some")
+
+
 class TestParts(Values):
     """A server that takes only small values gets a block in parts."""
 
@@ -253,8 +285,21 @@ class TestParts(Values):
         await blocks.store(tier, [item])
         assert self.run("DBSIZE") == 2
         assert await blocks.get(tier, [item]) == [True]
-        assert await tier.purge(None, lambda *_: None) >= 1
+        assert await tier.purge(None, lambda *_: None) == 1
         assert self.run("DBSIZE") == 0
+
+    async def test_a_purge_of_a_salt_removes_all_parts_of_its_blocks_and_no_others(
+        self, tier, blocks
+    ):
+        (red, short, torn), (blue,) = blocks.some(0, 1, 2), blocks.some(3)
+        short = short._replace(coding=Coding(1 << 20, packed_step(1, b"cut")))
+        reds = [one.of(salt=b"8 bytes!") for one in (red, short, torn)]
+        await blocks.store(tier, [*reds, blue.of(salt=b"another!")])
+        self.run("DEL", key_of(tier, torn))  # its parts tell no salt
+        self.run("COPY", key_of(tier, red) + b":1", key_of(tier, red) + b":7")  # of a lower limit
+        assert await tier.purge(b"8 bytes!", lambda *_: None) == 2
+        assert await blocks.get(tier, [blue]) == [True]
+        assert self.run("DBSIZE") == 3
 
     @pytest.mark.parametrize("ttl_s", [None, 50, 5000])
     async def test_parts_last_as_long_as_their_block(self, blocks, context, servers, ttl_s):

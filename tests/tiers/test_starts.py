@@ -15,11 +15,10 @@ from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import MakeTier, SampleBlocks, TierFixtures
 from kvladder.tiers.base import Tier
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.store import FileStore
-from kvladder.tiers.files.tier import FilesTier
-from tests.kit.disk import FakeDisk, InlinePool
+from tests.kit.disk import FakeDisk
 from tests.patience import PATIENCE_S
+from tests.tiers.filestests import InFolder, OnFakeDisk
 
 
 class StartTests(TierFixtures):
@@ -57,16 +56,10 @@ class StartTests(TierFixtures):
         await tier.aclose()
 
 
-class TestFilesInSimulation(StartTests):
-    @pytest.fixture
-    def disk(self) -> FakeDisk:
-        self.kept = FakeDisk(Path("/disk"))
-        return self.kept
-
-    @pytest.fixture
-    def make(self, disk: FakeDisk) -> MakeTier:
-        options = FilesOptions(path="/disk/kv")
-        return lambda: FilesTier(options, disk=disk, pool=InlinePool())
+class TestFilesInSimulation(OnFakeDisk, StartTests):
+    @pytest.fixture(autouse=True)
+    def _kept(self, disk: FakeDisk) -> None:
+        self.kept = disk
 
     def left(self) -> str:
         return f"{self.kept.open_fds} descriptors" if self.kept.open_fds else ""
@@ -95,13 +88,7 @@ class TestFilesInSimulation(StartTests):
         await self.used(make(), context, blocks)
 
 
-class TestFiles(StartTests):
-    real = True
-
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> MakeTier:
-        return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
-
+class TestFiles(InFolder, StartTests):
     async def test_a_tier_that_never_started_leaves_no_threads(
         self, make: MakeTier, context: TierContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -128,6 +128,7 @@ def test_a_salt_and_then_all_are_purged(cache, path):
         "processes": [os.getpid()],
         "removed": {"host": 5, "memory": 5},
         "purged": {"host": 0, "memory": 0},
+        "denied": {"host": 0, "memory": 0},
         "left": 0,
     }
     assert cache.lookup(red).total == 0

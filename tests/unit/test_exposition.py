@@ -19,6 +19,7 @@ from kvladder.shadow.worth import WorthSource
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LevelSpec
+from kvladder.traces.recorder import RecordCounts
 from tests.stack.caches import COMMIT, cache_of
 
 DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
@@ -75,6 +76,7 @@ async def test_every_statistic_is_exposed() -> None:
         stats["ranks"] |= {"client_slots": {"save": one}} | dict.fromkeys(
             ("displaced", "refused", "clients_lost", "messages_refused"), 1
         )
+        stats["record"] = RecordCounts().as_dict()
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         device = ("pool", "preemption", "rebalance")
         ours = [metric for metric in METRICS if metric.section not in device]

@@ -16,6 +16,7 @@ from kvladder.children.interface import Interface
 from kvladder.children.messages import Call, Cancel, Done, Failed, frame
 from kvladder.children.pipe import Pipe, PipeState
 from kvladder.errors import ConfigError, KvladderError, TierError, TierFull, Unavailable
+from kvladder.tiers import PermissionDenied
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.real
@@ -71,6 +72,7 @@ ERRORS: dict[str, BaseException] = {
     "config": ConfigError("wrong", path="a.b", hint="expected c"),
     "unavailable": Unavailable("down", path="a.b", hint="start it"),
     "full": TierFull("no room", temporary=False),
+    "denied": PermissionDenied("read only"),
     "tier": TierError("later"),
     "name": TierError("no file \udcff"),
     "value": ValueError("7"),
@@ -86,8 +88,7 @@ class Target:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.let_go = asyncio.Event()
-        self.obeys = True
-        """Whether a cancelled call ends at once."""
+        self.obeys = True  # a cancelled call ends at once
 
     async def double(self, number: int) -> int:
         self.events.append(f"double {number}")
@@ -306,6 +307,7 @@ async def test_a_too_long_message_fails_its_call_alone(monkeypatch: pytest.Monke
         ("config", ConfigError, "a.b: wrong (expected c)"),
         ("unavailable", Unavailable, "down (start it)"),
         ("full", TierFull, "no room"),
+        ("denied", PermissionDenied, "read only"),
         ("tier", TierError, "later"),
         ("name", TierError, r"no file \udcff"),
         ("value", TierError, "the call raised ValueError('7')"),

@@ -61,6 +61,21 @@ def test_a_full_medium_limits_the_places_and_is_tried_again_later() -> None:
     places.check()
 
 
+def test_a_full_medium_limits_no_place_for_what_it_has() -> None:
+    places = PlaceAllocator(6)
+    places.take(3)
+    places.full([2], 100.0, all_free=True)
+    places.give([0])
+    assert (places.free, places.untaken) == (1, 5)
+    assert places.take_held(3) == [2, 3, 4]
+    assert places.take(2) == [0], "room that the medium has is for new blocks"
+    places.give([0])
+    assert places.take_held(3) == [0, 5]
+    places.check()
+    places.unlimit()
+    assert (places.free, places.untaken) == (0, 0)
+
+
 def test_occupied_places_are_not_given_out() -> None:
     places = PlaceAllocator(5)
     places.occupy([3, 1])

@@ -269,13 +269,17 @@ def test_an_address_that_asks_too_often_gets_only_the_end(
     asked = 50
     for _ in range(asked):
         listener.asking.send_multipart([b"", bytes(8)])
-    ends = batches = 0
+    ends = batches = reasons = 0
     while ends < asked:
         assert listener.asking.poll(1000 * PATIENCE_S)
-        number = listener.asking.recv_multipart()[2]
+        _, topic, number, payload = listener.asking.recv_multipart()
         ends += number == END
         batches += number == bytes(8)
+        if number == END:
+            assert payload == b"", "it tells listeners of vLLM that this is the end"
+            reasons += topic == b"refused: this address asks too often"
     told = cache.stats()["events"]
+    assert reasons == told["refused"]
     assert (told["replays"], told["replays"] + told["refused"]) == (batches, asked)
     assert batches >= 4
     assert told["refused"] > 0

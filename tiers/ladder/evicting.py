@@ -183,9 +183,13 @@ class EvictingLevel(BaseLevel[int]):
         return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
 
     def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
-        """End a removal: its places are free, or it is tried again later."""
+        """End a removal: its places are free, or it is tried again later.
+
+        What the medium does not permit is counted, and is not tried again.
+        """
         self._removal_queue.ended(blocks)
-        if answer.results is not None:
+        self.stats.denied += len(blocks) if answer.denied else 0
+        if answer.results is not None or answer.denied:
             self._free(blocks)
         elif answer.quiet:
             self.remove_later(blocks)
@@ -365,12 +369,11 @@ class EvictingLevel(BaseLevel[int]):
     def _room_for(
         self, wanted: int, priority: int, salt: bytes, spare: AbstractSet[BlockKey]
     ) -> list[int]:
-        """Return up to ``wanted`` places of a shared tier for blocks of a salt, at once.
+        """Return up to ``wanted`` places for blocks of a salt that a shared tier has, at once.
 
         If places are short, the next victims are evicted, but none of ``spare``. They need not be
-        removed from the tier: places are no addresses there.
+        removed from the tier: places are no addresses there, and a full medium has these blocks.
         """
-        self.places.retry(self.shared.clock.now())  # who only reads never asks for room
         reads, at = self.places.being_read, self.index.key_at
         own, room = self.index.give_way(
             salt, [priority] * wanted, lambda place: reads(place) or at(place) in spare
@@ -378,10 +381,10 @@ class EvictingLevel(BaseLevel[int]):
         self.places.give(self._evict(self.index.keys_at(own), "quota"))
         wanted, gone = min(wanted, int(room)), list[BlockKey]()
         for place in self.index.victims():
-            if len(gone) >= wanted - self.places.free or self.index.priority(place) > priority:
+            if len(gone) >= wanted - self.places.untaken or self.index.priority(place) > priority:
                 break
             (key,) = self.index.keys_at([place])
             if key not in spare and not reads(place):
                 gone.append(key)
         self.places.give(self._evict(gone))
-        return self.places.take(wanted)
+        return self.places.take_held(wanted)

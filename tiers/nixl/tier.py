@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvladder.arena import Arena
-from kvladder.errors import ConfigError, TierError, Unavailable
+from kvladder.errors import ConfigError, PermissionDenied, TierError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.layout import PAGE_BYTES
 from kvladder.schema import Address, Settings, masked
@@ -492,8 +492,8 @@ class NixlTier(Tier):
             raise TierError("no server is connected")
         for line in [*self._servers]:
             if not line.here.surveys:
-                what = "is of an older version, or does not let this client remove blocks"
-                raise TierError(f"{line.address} {what}", temporary=False)
+                _require_writable(line)
+                raise TierError(f"{line.address} is of an older version", temporary=False)
             async for keys in line.here.survey(salt):
                 yield [BlockKey(key) for key in keys]
 
@@ -531,19 +531,27 @@ class NixlTier(Tier):
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all calls and return their results; if any fails, raise its error after all ended."""
+    """Await all calls and return their results; if any fails, raise its error after all ended.
+
+    An error that a later call may not have goes first.
+    """
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PermissionDenied)):
+        raise error
     return cast("list[T]", answers)
 
 
 async def _writable(line: Line, call: Callable[[Connection], Awaitable[T]]) -> T:
     """Call a server; raise TierError if it is away, or lets this client remove nothing."""
-    if not line.here.writable:
-        raise TierError(f"{line.address} does not let this client remove blocks", temporary=False)
+    _require_writable(line)
     return await call(line.here)
+
+
+def _require_writable(line: Line) -> None:
+    """Raise PermissionDenied if a server lets this client only read."""
+    if not line.here.writable:
+        raise PermissionDenied(f"{line.address} does not let this client remove blocks")
 
 
 def _grouped(pairs: Iterable[tuple[Line, int]]) -> dict[Line, list[int]]:

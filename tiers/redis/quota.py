@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.label import LABEL_BYTES, LabelFields, told
 from kvladder.tiers.redis.nodes import Entrance, pairs
-from kvladder.tiers.redis.resp import Command, Target, Wire, encode
+from kvladder.tiers.redis.resp import Command, ReplyError, Target, Wire, encode
 from kvladder.tiers.redis.servers import Outcome, Servers
 from kvladder.tiers.redis.url import Address, QuotaOptions
 
@@ -34,19 +34,29 @@ async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[
         yield names
 
 
-async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, LabelFields]:
-    """Read the labels stored under ``names``; keys without a valid label are left out."""
+async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, LabelFields | None]:
+    """Read the labels stored under ``names``; None for a value without a valid label.
+
+    Names without a value, and those for which a server did not answer, are left out.
+    """
     if not names:
         return {}
     read = [memoryview(bytearray(LABEL_BYTES)) for _ in names]
-    await run(
+    outcomes = await run(
         [
             Command(name, encode(b"GETRANGE", name, 0, LABEL_BYTES - 1), Target(label, label[:0]))
             for name, label in zip(names, read, strict=True)
         ]
     )
-    found = zip(names, map(told, read), strict=True)
-    return {name: label for name, label in found if label is not None}
+    found = zip(names, map(told, read), outcomes, strict=True)
+    return {name: label for name, label, outcome in found if _is_value(outcome)}
+
+
+def _is_value(outcome: Outcome) -> bool:
+    """Return whether an answer tells that there is a value, be it of another type."""
+    if isinstance(outcome, ReplyError):
+        return outcome.code == "WRONGTYPE"
+    return not isinstance(outcome, Exception) and outcome != 0
 
 
 ALL = b"all"
@@ -280,6 +290,6 @@ class Quotas:
             await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
             async for names in scan(self._entrance, wire, self._prefix + b"{*"):
                 whole = [name for name in names if name.endswith(b"}") and name not in fresh]
-                for its in (await labels(whole, run)).values():
+                for its in filter(None, (await labels(whole, run)).values()):
                     size, salt = LABEL_BYTES + its.length, its.facts.salt
                     found.update({field: size for field in (ALL, salt) if field})

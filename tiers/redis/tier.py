@@ -397,13 +397,16 @@ class RedisTier(Tier):
 
     async def _told(self, blocks: Sequence[Ref | Write]) -> dict[bytes, LabelFields]:
         """Read the labels of these blocks if there are quotas, to charge for them; else nothing."""
-        names = [self._name(block.key) for block in blocks]
-        return await labels(names, self._run) if self._quotas else {}
+        if not self._quotas:
+            return {}
+        told = await labels([self._name(block.key) for block in blocks], self._run)
+        return {name: label for name, label in told.items() if label is not None}
 
     async def _unlink(self, parts: Mapping[bytes, int], told: Mapping[bytes, LabelFields]) -> int:
         """Remove blocks, given the number of parts by key, and return how many were removed.
 
-        ``told`` has the fields of labels by key, for the quotas.
+        Keys of single parts are no blocks, and do not count. ``told`` has the fields of labels by
+        key, for the quotas.
         """
         outcomes = await self._run(
             [
@@ -423,7 +426,7 @@ class RedisTier(Tier):
         for outcome in outcomes:
             if isinstance(outcome, TierError):
                 raise outcome
-        return sum(b"{" in name for name in gone)
+        return sum(name.endswith(b"}") for name in gone)
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         await self._require_fit()
@@ -456,27 +459,29 @@ class RedisTier(Tier):
         for address in await self._servers.addresses():
             with closing(await self._entrance.wire(address)) as wire:
                 async for names in scan(self._entrance, wire, self._prefix + b"{*}"):
-                    told = {} if salt is None else await labels(names, self._run)
-                    yield [
-                        BlockKey(bytes.fromhex(name[size:-1].decode()))
-                        for name in names
-                        if salt is None or name not in told or told[name].facts.salt == salt
-                    ]
+                    if salt is not None:
+                        told = await labels(names, self._run_whole)
+                        names = [name for name, label in told.items() if _may_be_of(label, salt)]
+                    yield [BlockKey(bytes.fromhex(name[size:-1].decode())) for name in names]
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
-        """Remove these keys, or with ``salt`` the blocks whose labels name it, with all parts.
+        """Remove these keys, or with ``salt`` those of blocks whose labels name it, with all parts.
 
-        Keys of other label versions and damaged labels are always removed, since their salt cannot
-        be read.
+        Keys of other label versions, damaged labels and parts without a block are always removed,
+        since their salt cannot be read. A part that a block no longer needs has a key of its own
+        among ``names``.
         """
         if salt is None:
             return await self._unlink(dict.fromkeys(names, 1), {})
-        ours = [name for name in names if name.startswith(self._prefix)]
-        told = await labels(ours, self._run_whole)
-        own = (name for name in ours if name not in told or told[name].facts.salt == salt)
-        parts = dict.fromkeys(own, self._count(self._size))
-        others = dict.fromkeys(set(names).difference(ours), 1)
-        return await self._unlink(parts | others, told)
+        blocks = {name: whole_name(name) for name in names if name.startswith(self._prefix)}
+        told = await labels([*dict.fromkeys(blocks.values())], self._run_whole)
+        own = [name for name, block in blocks.items() if _may_be_of(told.get(block), salt)]
+        known = {name: label for name, label in told.items() if label is not None}
+        longest = self._count(self._size)
+        counts = {n: min(longest, self._count(label.length)) for n, label in known.items()}
+        parts = {n: counts.get(n, longest) if n == blocks[n] else 1 for n in own}
+        others = dict.fromkeys(set(names).difference(blocks), 1)
+        return await self._unlink(parts | others, known)
 
     def gauges(self) -> Mapping[str, int]:
         counted = {"namespace_bytes": self._quotas.total_bytes} if self._quotas else {}
@@ -509,6 +514,16 @@ class RedisTier(Tier):
 def part_name(name: bytes, part: int) -> bytes:
     """Return the key of a block's part; part 0 has the block's own key and holds the label."""
     return name + b":%d" % part if part else name
+
+
+def whole_name(name: bytes) -> bytes:
+    """Return the key of the block that a key, its own or one of its parts, belongs to."""
+    return b"".join(name.partition(b"}")[:2])
+
+
+def _may_be_of(label: LabelFields | None, salt: bytes) -> bool:
+    """Return whether a block may be of a salt: its label names it, or cannot be read."""
+    return label is None or label.facts.salt == salt
 
 
 def _came(read: Read, label: memoryview, length: int) -> None:

@@ -19,9 +19,9 @@ WINDOW_S: Final = 60.0
 """Percentiles are those of the calls of so many seconds."""
 LOSSES: Final = (
     "misses", "late", "slower", "sampled", "throttled", "errors", "timeouts", "corrupt", "foreign",
-    "unreadable", "task_failures", "clipped",
+    "unreadable", "task_failures", "clipped", "denied",
 )  # fmt: skip
-"""Counters of a level that tell of lost blocks or failed calls."""
+"""Counters of a level that tell of lost blocks, or of calls that failed or were denied."""
 UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NOT_LOSSES: Final = {"breakers", "breakers_opened", "tenants"}
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvladder.arena import Slot
-from kvladder.errors import TierError, TierFull
+from kvladder.errors import PermissionDenied, TierError, TierFull
 from kvladder.metrics import Histogram, LevelStats
 from kvladder.tiers.answers import KINDS, Kind, Results, checked
 from kvladder.tiers.ladder.base_level import Shared
@@ -40,6 +40,8 @@ class CallOutcome(NamedTuple):
     """True if the tier no longer touches the slots and places of the call."""
     full: bool = False
     """True if it failed because the medium is full."""
+    denied: bool = False
+    """True if the medium does not let this client remove blocks."""
     took_s: float = 0.0
     error: str = ""
     """Class of the failure, for traces; empty if the tier answered."""
@@ -62,6 +64,8 @@ class GuardedCalls:
     ----------
     on_calm:
         Called with the stack's lock held when few enough abandoned calls are left again.
+    may_deny:
+        True for a shared medium, which may give this client no right to remove blocks.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class GuardedCalls:
         shared: Shared,
         stats: LevelStats,
         on_calm: Callable[[], None],
+        *,
+        may_deny: bool,
     ) -> None:
         self.breakers = {kind: Breaker(settings.breaker) for kind in KINDS}
         self.settings = settings
@@ -78,6 +84,7 @@ class GuardedCalls:
         self._shared = shared
         self._stats = stats
         self._on_calm = on_calm
+        self._may_deny = may_deny
         self._calls: set[asyncio.Task[Results]] = set()
         self._behind: dict[asyncio.Task[Results], int] = {}
         """Abandoned calls that have not ended, and how many slots each keeps."""
@@ -85,6 +92,8 @@ class GuardedCalls:
         """True if too many abandoned calls keep another one from beginning."""
         self.absent = True
         """True if the tier is not open (yet): it is not called at all."""
+        self.denied = ""
+        """Reason why the tier may not remove blocks, when it last said so."""
         self._closing = False
 
     def retune(self, settings: CallSettings) -> None:
@@ -231,11 +240,22 @@ class GuardedCalls:
             return CallOutcome(None, took_s=took_s, error="cancelled")
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
-        if error is None or (kind == "put" and isinstance(error, TierFull)):
+        is_full = kind == "put" and isinstance(error, TierFull)
+        if self._may_deny and kind == "remove" and isinstance(error, PermissionDenied):
+            self.deny(error)
             self.breakers[kind].success()
-            return CallOutcome(None if error else task.result(), full=bool(error), took_s=took_s)
+            return CallOutcome(None, denied=True, took_s=took_s, error=type(error).__name__)
+        if error is None or is_full:
+            self.breakers[kind].success()
+            return CallOutcome(None if error else task.result(), full=is_full, took_s=took_s)
         self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
         return CallOutcome(None, took_s=took_s, error=type(error).__name__)
+
+    def deny(self, error: PermissionDenied) -> None:
+        """Note that the medium gives this client no right to remove blocks."""
+        self.denied = str(error)
+        what = f"tier {self._name} may not remove blocks, so they stay there: {error}"
+        self._shared.notices.say(f"{self._name} denied", what)
 
     def _failed(self, kind: Kind, why: str) -> None:
         if self._closing:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import isnan
 from typing import TypeVar
 
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, PermissionDenied, TierError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
@@ -43,7 +43,8 @@ class TierClient(GuardedCalls):
     def __init__(
         self, spec: LevelDefinition, shared: Shared, stats: LevelStats, on_calm: Callable[[], None]
     ) -> None:
-        super().__init__(spec.name, spec.settings.calls, shared, stats, on_calm)
+        calls, may_deny = spec.settings.calls, spec.tier.shared
+        super().__init__(spec.name, calls, shared, stats, on_calm, may_deny=may_deny)
         self.tier = spec.tier
         self.pipeline = CodecPipeline(
             spec.tier, spec.settings.pipeline, spec.scratch, verify=spec.verify
@@ -186,8 +187,8 @@ class TierClient(GuardedCalls):
         """Purge a shared tier of a salt, None for all, or run a step of erasing in another one.
 
         Erasing begins at place ``start``. Returns how many blocks are gone and where to continue,
-        None at the end; returns None alone if it failed. Neither ``put`` nor ``remove`` is called
-        meanwhile.
+        None at the end; returns None alone if it failed. A purge that the medium does not permit is
+        at its end, and counted. Neither ``put`` nor ``remove`` is called meanwhile.
         """
         done, following = 0, None
 
@@ -205,6 +206,9 @@ class TierClient(GuardedCalls):
 
         timeout_s = PURGE_TIMEOUT_S if self.tier.shared else None
         answer = await self.call("remove", purging, lambda: None, timeout_s=timeout_s)
+        if answer.denied:
+            self._stats.denied += 1
+            return 0, None
         return None if answer.results is None else (done, following)
 
     async def sync(self) -> bool:
@@ -221,16 +225,28 @@ class TierClient(GuardedCalls):
         """Give ``take`` the blocks of a salt, None for all, that lie on the medium now.
 
         Returns why that is not known; empty if it is.
+
+        Raises
+        ------
+        PermissionDenied
+            The medium does not let this client list blocks.
         """
+        denied: PermissionDenied | None = None
 
         async def surveying() -> Sequence[bool]:
-            async for batch in self.tier.survey(salt):
-                take(batch)
+            nonlocal denied
+            try:
+                async for batch in self.tier.survey(salt):
+                    take(batch)
+            except PermissionDenied as error:
+                denied = error
             return ()
 
         if self.absent:
             return f"left out: {self.why or 'it is not open'}"
         answer = await self.call("contains", surveying, lambda: None, timeout_s=PURGE_TIMEOUT_S)
+        if denied is not None:
+            raise denied
         return "the tier does not answer" if answer.results is None else ""
 
     # ---- what a tier says of itself at once, without the lock

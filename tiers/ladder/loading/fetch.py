@@ -410,7 +410,8 @@ class SetFetch(Fetch):
 
     def _miss(self, why: MissReason) -> None:
         """Count each block that is not here."""
-        missed, causes = list[Missed](), self._causes or {}
+        missed: list[Missed] = []
+        causes = self._causes or {}
         for index, key in enumerate(self.keys):
             if index >= len(self._slots):
                 end = self._end

@@ -140,7 +140,7 @@ class FetchGrower:
             while fetch.asking and asked < len(fetch.planned):
                 asked = len(fetch.planned)
                 begun_s = 0.0 if fetch.span is None else self._shared.clock.now()
-                failed = await self._prober.ask(fetch.keys[asked:], fetch.salt)
+                failed = await self._prober.ask(fetch.keys[asked:], fetch.salt, fetch.levels)
                 self._grow(fetch)
                 if fetch.span is not None:
                     left, found = len(fetch.keys) - asked, len(fetch.planned) - asked
@@ -191,7 +191,7 @@ class FetchGrower:
     def _preview(self, fetch: Fetch) -> FetchDecision:
         """Look up how far a long prefix is known, and decide up to where to fetch it."""
         start, known = fetch.length, 0
-        missing, runs = MissingBlocks(), list[LevelRun]()
+        missing, runs = MissingBlocks([], [], [], []), list[LevelRun]()
         while known < len(fetch.keys) - start:
             keys = fetch.keys[start + known : start + known + BATCH]
             with self._lock:
@@ -343,7 +343,7 @@ class FetchGrower:
         """Return whether ``fetch`` should wait for an answer of shared tiers about the rest."""
         asking = self._planner.asks(fetch, start)
         if asking == "aside":
-            work = partial(self._prober.ask, fetch.keys[start:], fetch.salt)
+            work = partial(self._prober.ask, fetch.keys[start:], fetch.salt, fetch.levels)
             self._post(self._tasks.begin, work, "kvladder-ask")
         elif asking == "try":
             self._try(fetch, start)
@@ -357,9 +357,10 @@ class FetchGrower:
 
     async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:
         with self._lock:  # a level that cannot be asked may have lost it since
-            asks = not self._planner.known(keys[0]) and self._prober.may_know(keys[0], levels)
+            is_known = self._planner.known(keys[0], levels)
+            asks = not is_known and self._prober.may_know(keys[0], levels)
         if asks:
-            await self._prober.ask(keys, salt)
+            await self._prober.ask(keys, salt, levels)
         with self._lock:
             missing = self._planner.plan(keys, levels).missing
             _, reads = self._reader.begin(missing, [None] * len(missing))

@@ -13,9 +13,12 @@ from kvladder.tiers.answers import Results
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.plan import among
+from kvladder.tiers.ladder.records.terms import ANYWHERE
 
 ABSENT_MAX = 4096
 """Most keys that are remembered as absent."""
+Asked = tuple[BlockKey, int]
+"""The first key of a question, and the bits of the levels that are asked."""
 
 
 @dataclass(eq=False)
@@ -45,7 +48,7 @@ class Prober:
     Parameters
     ----------
     known:
-        Returns whether a block is in some level, or on its way, without asking.
+        Returns whether a block is in one of some levels, or on its way, without asking.
     pace:
         Measured time of answers, with the stack's lock held.
     """
@@ -54,30 +57,31 @@ class Prober:
         self,
         levels: Sequence[Level],
         shared: Shared,
-        known: Callable[[BlockKey], bool],
+        known: Callable[[BlockKey, int], bool],
         pace: Pace,
     ) -> None:
         self._all = levels
         self._shared = shared
         self._known = known
-        self._absent: dict[BlockKey, float] = {}
-        self._questions: dict[BlockKey, Question] = {}
+        self._absent: dict[Asked, float] = {}
+        """Until when a block is taken to be absent from these levels."""
+        self._questions: dict[Asked, Question] = {}
         self.pace = pace
 
-    @property
-    def _levels(self) -> Sequence[Level]:
-        """The shared levels as they are now."""
-        return [level for level in self._all if level.tier.shared]
+    def _levels(self, mask: int) -> Sequence[Level]:
+        """Return the shared ones of these levels, as they are now."""
+        return [level for level in among(self._all, mask) if level.tier.shared]
 
     def may_know(self, key: BlockKey, mask: int) -> bool:
         """Return whether one of these levels may have ``key`` and the rest, if it is asked now."""
-        if not any(level.answers for level in among(self._levels, mask)):
+        if not any(level.answers for level in self._levels(mask)):
             return False
-        return self._absent.get(key, 0.0) <= self._shared.clock.now()
+        until_s = max(self._absent.get((key, asked), 0.0) for asked in (mask, ANYWHERE))
+        return until_s <= self._shared.clock.now()
 
     def first(self, mask: int) -> str:
         """Return the name of the hottest of these shared levels that can be asked now."""
-        return next((lv.name for lv in among(self._levels, mask) if lv.answers), "")
+        return next((lv.name for lv in self._levels(mask) if lv.answers), "")
 
     def recall(self, keys: Sequence[BlockKey]) -> None:
         """Note removed blocks: no answer to an earlier question brings one back."""
@@ -99,44 +103,49 @@ class Prober:
         for question in self._questions.values():
             question.void()
 
-    async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> Sequence[str]:
-        """Ask how a prefix of a salt continues with ``keys``. The first one is not known.
+    async def ask(self, keys: Sequence[BlockKey], salt: bytes, mask: int) -> Sequence[str]:
+        """Ask these levels how a prefix of a salt continues with ``keys``; the first is not known.
 
         After it the levels' indexes have what is there, up to the first block that is not. Returns
         the names of the levels that gave no answer.
         """
-        question = self._questions.get(keys[0])
+        asked = keys[0], mask
+        question = self._questions.get(asked)
         if question is not None:
             await question.answered.wait()
             return sorted(question.failed)
         question, found = Question(), dict[BlockKey, Level]()
         with self._shared.lock:  # removals on other threads look through the questions
-            self._questions[keys[0]] = question
+            self._questions[asked] = question
             mark = self.pace.asked(1, self._shared.clock.now())
         try:
-            await self._find(keys, found, question)
+            await self._find(keys, found, question, mask)
         finally:
             try:
-                self._adopt(keys, salt, found, question)
+                self._adopt(keys, salt, found, question, mask)
             finally:
                 with self._shared.lock:
                     self.pace.came(mark, 1, self._shared.clock.now(), found=True)
-                    del self._questions[keys[0]]
+                    del self._questions[asked]
                 question.answered.set()
         return sorted(question.failed)
 
     async def _find(
-        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], question: Question
+        self,
+        keys: Sequence[BlockKey],
+        found: dict[BlockKey, Level],
+        question: Question,
+        mask: int,
     ) -> None:
         """Ask the levels, hottest first, batch by batch until one has a hole."""
+        asked = self._levels(mask)
         unique, unknown = list(dict.fromkeys(keys)), list[BlockKey]()
         for start in range(0, len(unique), STEP):
             with self._shared.lock:
-                new = [key for key in unique[start : start + STEP] if not self._known(key)]
-                leaving = (k for k in new if any(level.leaving(k) for level in self._levels))
+                new = [key for key in unique[start : start + STEP] if not self._known(key, mask)]
+                leaving = (k for k in new if any(level.leaving(k) for level in asked))
                 question.removed.update(leaving)  # they may be gone when the answer is here
             unknown += new
-        asked = self._levels
         step = min((lv.tier.probe_max or lv.tier.batch_max for lv in asked), default=STEP)
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
@@ -167,6 +176,7 @@ class Prober:
         salt: bytes,
         found: dict[BlockKey, Level],
         question: Question,
+        mask: int,
     ) -> None:
         """Have the levels adopt what was found, head first and without a hole."""
         spare = set(keys)
@@ -175,7 +185,8 @@ class Prober:
                 if question.is_void:
                     return
                 wanted: dict[Level, list[BlockKey]] = {}
-                is_whole = self._wanted(keys[start : start + STEP], found, question, wanted)
+                part = keys[start : start + STEP]
+                is_whole = self._wanted(part, found, question, mask, wanted)
                 for level, adopted in wanted.items():
                     if level in self._all:  # or it was detached meanwhile
                         level.adopt(adopted, salt, spare)
@@ -187,23 +198,24 @@ class Prober:
         keys: Sequence[BlockKey],
         found: dict[BlockKey, Level],
         question: Question,
+        mask: int,
         wanted: dict[Level, list[BlockKey]],
     ) -> bool:
         """Sort ``keys`` by the level that is to adopt them; False where a hole ends the prefix."""
         for key in keys:
-            if self._known(key):
+            if self._known(key, mask):
                 continue
             level = found.get(key)
             if level is None or key in question.removed:
-                self._remember(key)
+                self._remember(key, mask)
                 return False
             wanted.setdefault(level, []).append(key)
         return True
 
-    def _remember(self, key: BlockKey) -> None:
-        """Remember for a while that the block is absent, so that no fetch asks again."""
+    def _remember(self, key: BlockKey, mask: int) -> None:
+        """Remember for a while that these levels do not have the block, so no fetch asks again."""
         while len(self._absent) >= ABSENT_MAX:
             del self._absent[next(iter(self._absent))]
-        self._absent.pop(key, None)
-        longest = max((level.tier.probe_cache_s for level in self._levels), default=0.0)
-        self._absent[key] = self._shared.clock.now() + longest
+        self._absent.pop((key, mask), None)
+        longest = max((level.tier.probe_cache_s for level in self._levels(mask)), default=0.0)
+        self._absent[key, mask] = self._shared.clock.now() + longest

@@ -186,7 +186,7 @@ class RoomWaitQueue:
         count = int(min(room, self._shared.load_step))
         fetches, keys = self._oldest(count), [*islice(self._keys, count)]
         positions, places = [*islice(self._positions, count)], [*islice(self._places, count)]
-        missing = MissingBlocks()
+        missing = MissingBlocks([], [], [], [])
         if not keys:
             return missing
         levels = [level for level in self._levels if level.readable]

@@ -43,15 +43,34 @@ class PlaceAllocator:
         """Number of places that can be taken now."""
         return len(self._free) + (0 if self.limited else self.capacity - self._next)
 
+    @property
+    def untaken(self) -> int:
+        """Number of places that are not taken, whether or not the medium had room for more."""
+        return len(self._free) + len(self._withheld) + self.capacity - self._next
+
     def take(self, count: int) -> list[int]:
-        """Take at most ``count`` places."""
-        reused = min(count, len(self._free))
-        taken = [self._free.pop() for _ in range(reused)]
-        fresh = 0 if self.limited else min(count - reused, self.capacity - self._next)
-        taken += range(self._next, self._next + fresh)
-        self._next += fresh
+        """Take at most ``count`` places for new blocks."""
+        taken = _popped(self._free, count)
+        taken += [] if self.limited else self._fresh(count - len(taken))
         self.taken += len(taken)
         return sorted(taken)
+
+    def take_held(self, count: int) -> list[int]:
+        """Take at most ``count`` places for blocks that the medium has already.
+
+        Those for which it has room now come last: new blocks may need them.
+        """
+        taken = _popped(self._withheld, count)
+        taken += self._fresh(count - len(taken))
+        taken += _popped(self._free, count - len(taken))
+        self.taken += len(taken)
+        return sorted(taken)
+
+    def _fresh(self, count: int) -> range:
+        """Return at most ``count`` places that were not used before."""
+        first = self._next
+        self._next = min(self.capacity, first + count)
+        return range(first, self._next)
 
     def give(self, places: Sequence[int]) -> None:
         """Free these places, as soon as no read of them is left."""
@@ -167,6 +186,11 @@ class PlaceAllocator:
         assert 0 <= self.above <= self.taken
         assert self._retired <= self._reads.keys()
         assert not self._reads.keys() & set(idle)
+
+
+def _popped(places: deque[int], count: int) -> list[int]:
+    """Take at most ``count`` places from the end."""
+    return [places.pop() for _ in range(min(count, len(places)))]
 
 
 def _below(places: deque[int], capacity: int) -> deque[int]:
