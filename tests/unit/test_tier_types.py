@@ -60,6 +60,7 @@ NAMED = {
     },
     "memory": {
         "kvladder/cli/evaluate.py",  # codecs need some tier
+        "kvladder/replay/medium.py",  # its tier, with a medium's time
     },
     "redis": {
         "kvladder/testing/redisserver.py",  # the scheme of a URL

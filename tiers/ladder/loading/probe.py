@@ -63,8 +63,8 @@ class Prober:
         self._all = levels
         self._shared = shared
         self._known = known
-        self._absent: dict[Asked, float] = {}
-        """Until when a block is taken to be absent from these levels."""
+        self._absent: dict[BlockKey, dict[int, float]] = {}
+        """Until when a block is taken to be absent from levels, by their bits."""
         self._questions: dict[Asked, Question] = {}
         self.pace = pace
 
@@ -76,7 +76,10 @@ class Prober:
         """Return whether one of these levels may have ``key`` and the rest, if it is asked now."""
         if not any(level.answers for level in self._levels(mask)):
             return False
-        until_s = max(self._absent.get((key, asked), 0.0) for asked in (mask, ANYWHERE))
+        absent = self._absent.get(key)
+        if absent is None:
+            return True
+        until_s = max(absent.get(asked, 0.0) for asked in (mask, ANYWHERE))
         return until_s <= self._shared.clock.now()
 
     def first(self, mask: int) -> str:
@@ -90,7 +93,7 @@ class Prober:
 
     def stored(self, keys: Sequence[BlockKey], mask: int) -> None:
         """Note that these levels stored blocks: they are no longer absent from a shared one."""
-        if self._absent and among(self._levels, mask):
+        if self._absent and self._levels(mask):
             for key in keys:
                 self._absent.pop(key, None)
 
@@ -216,6 +219,6 @@ class Prober:
         """Remember for a while that these levels do not have the block, so no fetch asks again."""
         while len(self._absent) >= ABSENT_MAX:
             del self._absent[next(iter(self._absent))]
-        self._absent.pop((key, mask), None)
+        absent = self._absent[key] = self._absent.pop(key, {})
         longest = max((level.tier.probe_cache_s for level in self._levels(mask)), default=0.0)
-        self._absent[key, mask] = self._shared.clock.now() + longest
+        absent[mask] = self._shared.clock.now() + longest
