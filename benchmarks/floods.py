@@ -4,12 +4,11 @@
 
 ``kvladder serve`` runs with its port for engines, its HTTP port and its control socket. A process
 beside it owns a stack as a rank of SGLang does. An honest client asks one of them every
-``EVERY_S``.
-Meanwhile ``--clients`` others, in a process of their own, do to a listener what ``FLOODS`` says. At
-the ranks' socket they are ``PROCESSES`` processes, since a process has few connections there. In
-turn with that they do the same to an idle server of this command, which closes and answers as the
-listener does. So the ratio shows what the listener adds, and not what the clients take from the
-processors.
+``EVERY_S``. Meanwhile ``--clients`` others, in a process of their own, do to a listener what
+``FLOODS`` says. At the ranks' socket they are ``PROCESSES`` processes, since a process has few
+connections there. In turn with that they do the same to an idle server of this command, which
+closes and answers as the listener does. So the ratio shows what the listener adds, and not what the
+clients take from the processors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -287,20 +285,21 @@ def _load(cache: CacheManager) -> bool:
 
 
 def _own(address: str) -> None:
-    """Own a stack as a rank of SGLang does, until the process is killed."""
+    """Own a stack as a rank of SGLang does, until the process that started this one has ended."""
     stack = {"arena": {"size": "8 MiB"}, "tiers": [{"type": "host"}]}
     layout = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "floods"})
     owner = join(address, lambda: open_cache(stack, layout=layout))
     drained(owner.save(PageBatch([*PAGES], within_s=CALL_S)), lambda _: None)
     print("ready", flush=True)
-    threading.Event().wait()
+    sys.stdin.read()
 
 
 @contextmanager
 def ranks(address: str) -> Generator[CacheClient]:
     """Yield a rank that uses the stack of an owner in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.floods", "--own", address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         try:
             process.stdout.readline()
@@ -404,6 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.own:
         _own(given.own.replace("@", "\0"))
+        return 0
     if given.flood:
         if given.target.startswith("@") or given.flood in {"asks", "holds"}:
             given.clients //= PROCESSES

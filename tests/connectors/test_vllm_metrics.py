@@ -271,6 +271,7 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
                     "kvladder_events",  # present while events are published
                     "kvladder_export",  # present while a cache is exported
                     "kvladder_http",  # present with a port or a control socket
+                    "kvladder_ranks",  # of engines whose processes share a cache
                     "kvladder_record",  # present with `record: PATH`
                     "kvladder_shadow",  # present with `shadow: true`
                 )
