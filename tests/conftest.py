@@ -123,14 +123,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def open_files() -> set[str]:
     """Return open descriptors, except arenas: an exception may still refer to a slot."""
     found: set[str] = set()
-    with os.scandir("/proc/self/fd") as entries:
-        for entry in entries:
-            try:
-                target = os.readlink(entry.path)  # noqa: PTH115 - twice a test, and twice as fast
-            except OSError:  # it is the one that lists them
-                continue
-            if not target.startswith("/memfd:kvladder-arena"):
-                found.add(f"{entry.name} -> {target}")
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - twice a test, and twice as fast
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 - the same
+        except OSError:  # it is the one that listed them
+            continue
+        if not target.startswith("/memfd:kvladder-arena"):
+            found.add(f"{name} -> {target}")
     return found
 
 
