@@ -97,7 +97,7 @@ def compared(stats: dict[str, Any], stack: dict[str, Any], path: Path, how: str)
         pairs[f"writes to {level}"] = stats[level]["stored"], result.written[level]
         pairs[f"evictions of {level}"] = stats[level]["evicted"], result.evicted[level]
     pairs["misses"] = missed_of(stats["misses"]["blocks"]), missed_of(result.missed)
-    again = stats["host"]["queries"] - result.asked  # by requests that vLLM preempted
+    again = stats["host"]["queries"] - result.asked  # by requests that were searched for again
     note = (
         f"{result.requests} requests, {trace.own} blocks in vLLM itself, {result.asked} asked for"
     )
