@@ -65,7 +65,7 @@ typedef struct {
     int64_t rate, forget, shadow_size, held_by[RULES], learn_at, halve_at, choose_at, fade_at;
     double ahead[RULES][RULES], spread[RULES][RULES];
     int rule, leader;
-    double served[RULES], asked;
+    double served[RULES], wanted;
     Sampled *sampled;
     int32_t *sampled_map, sampled_room, sampled_free, sampled_made;
     int64_t sampled_map_size, sampled_count;
@@ -406,8 +406,8 @@ static void leave_shadows(Panel *self, uint64_t tag) {
 /* Order by the leader, or by recency where that serves as much. */
 static void settle(Panel *self) {
     double served = self->served[RECENT];
-    int is_even = served >= MOST * self->asked && served >= EVEN * self->served[self->leader];
-    self->rule = is_even && self->asked > 0 ? RECENT : self->leader;
+    int is_even = served >= MOST * self->wanted && served >= EVEN * self->served[self->leader];
+    self->rule = is_even && self->wanted > 0 ? RECENT : self->leader;
 }
 
 static void choose(Panel *self) {
@@ -445,7 +445,7 @@ static void tick(Panel *self) {
     }
     if (now >= self->fade_at) {
         self->fade_at = now + 64 * size;
-        self->asked *= 0.5;
+        self->wanted *= 0.5;
         for (int one = 0; one < RULES; one++) self->served[one] *= 0.5;
         for (int one = 0; one < RULES; one++)
             for (int other = 0; other < RULES; other++) {
@@ -804,7 +804,7 @@ static void compare(Panel *self, Asked *asked, Py_ssize_t count) {
         asked[at].count = count_of(self, tag, handle < 0 ? NULL : &self->blocks[handle]);
         if (!samples(self, (uint32_t)tag)) continue;
         any = 1;
-        self->asked += 1.0;
+        self->wanted += 1.0;
         int32_t index = is_known ? find_sampled(self, tag) : -1;
         going &= index < 0 ? 0 : self->sampled[index].inside;
         known += is_known = index >= 0;
@@ -1071,7 +1071,7 @@ static PyObject *state(Panel *self, PyObject *unused) {
     memcpy(values + 2 * TABLE, self->ahead, sizeof self->ahead);
     memcpy(values + 2 * TABLE + PAIRS, self->spread, sizeof self->spread);
     memcpy(values + 2 * TABLE + 2 * PAIRS, self->served, sizeof self->served);
-    values[STATE - 2] = self->asked;
+    values[STATE - 2] = self->wanted;
     values[STATE - 1] = self->leader;
     return PyBytes_FromStringAndSize((const char *)values, sizeof values);
 }
@@ -1088,7 +1088,7 @@ static PyObject *restore(Panel *self, PyObject *given) {
     memcpy(self->ahead, values + 2 * TABLE, sizeof self->ahead);
     memcpy(self->spread, values + 2 * TABLE + PAIRS, sizeof self->spread);
     memcpy(self->served, values + 2 * TABLE + 2 * PAIRS, sizeof self->served);
-    self->asked = values[STATE - 2];
+    self->wanted = values[STATE - 2];
     double leader = values[STATE - 1];
     self->leader = leader >= 0 && leader < RULES ? (int)leader : HAZARD;
     settle(self);

@@ -150,16 +150,9 @@ class _OpenRequest:
     """Ends when the fetch is done."""
 
 
-def _happenings(requests: Sequence[TraceRequest]) -> list[tuple[str, int]]:
-    """Return in order what happens to each request: it begins, is saved and ends.
-
-    That is the run's own order if the trace has it for every request; else one request ends before
-    the next one begins.
-    """
+def _happenings(orders: Sequence[tuple[int, int, int]]) -> list[tuple[str, int]]:
+    """Return in order what happens to each request: it begins, is saved and ends."""
     kinds = ("begin", "save", "end")
-    orders = [one.order for one in requests if one.order is not None]
-    if len(orders) < len(requests):
-        return [(kind, number) for number in range(len(requests)) for kind in kinds]
     found = [
         (at, kinds.index(kind), number)
         for number, order in enumerate(orders)
@@ -191,6 +184,11 @@ class _Replayer:
             ", ".join(named), token_s=settings.token_s, block_tokens=trace.block_tokens
         )
         self._open: dict[int, _OpenRequest] = {}
+        orders = [one.order for one in trace.requests if one.order is not None]
+        self._overlaps = len(orders) == len(trace.requests)
+        """True if requests overlap as in the run; else one ends before the next one begins."""
+        one_by_one = [(number, number, number) for number in range(len(trace.requests))]
+        self._happenings = _happenings(orders if self._overlaps else one_by_one)
 
     async def run(self, progress: Callable[[int, int], object]) -> ReplayResult:
         """Replay all requests and return the counts."""
@@ -201,7 +199,7 @@ class _Replayer:
             manager.prefilled(self._trace.block_tokens * 64, token_s * 64 * result.block_tokens)
         begin_s = requests[0].at_s
         begun = 0
-        for kind, number in _happenings(requests):
+        for kind, number in self._happenings:
             if kind == "begin":
                 if begun % REPORT_EVERY == 0:
                     progress(begun, len(requests))
@@ -295,7 +293,7 @@ class _Replayer:
             one.fetch.release()
         if own:
             manager.touch(one.keys[:own])
-        if token_s is not None and request.order is None:
+        if token_s is not None and not self._overlaps:
             left = max(0, request.input_tokens - here * self._trace.block_tokens)
             await asyncio.sleep(left * token_s)
         if one.keys:

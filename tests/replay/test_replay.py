@@ -87,6 +87,20 @@ def run(trace: Trace, config: Any, **settings: Any) -> ReplayResult:
     return replay(trace, config, ReplaySettings(BLOCK, **settings))
 
 
+def test_a_prompt_is_found_once_its_save_is_before_its_arrival_in_the_order() -> None:
+    orders = [(1, 3, 4), (2, 5, 6), (7, 8, 9)]  # the first two overlap
+    trace = trace_of([[0, 1], [0, 1], [0, 1]])
+    whole = [one._replace(order=at) for one, at in zip(trace.requests, orders, strict=True)]
+    in_order = run(dataclasses.replace(trace, requests=whole), stack(100), token_s=0.01)
+    one_by_one = run(trace, stack(100), token_s=0.01)
+    in_part = [*whole[:2], trace.requests[2]]
+    partly = run(dataclasses.replace(trace, requests=in_part), stack(100), token_s=0.01)
+    assert in_order.hits == {"host": 2}
+    assert one_by_one.hits == partly.hits == {"host": 4}
+    assert in_order.virtual_s < 2.1, "computing took time beside that of the run"
+    assert one_by_one.virtual_s == partly.virtual_s > 10
+
+
 @pytest.mark.parametrize("room", [30, 60, 120, 240, 5000])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_of_memory_alone_is_lru(seed: int, room: int) -> None:
