@@ -126,6 +126,10 @@ class SimLoop(VirtualLoop):
             turns = f"{self._turns_total} turns, {self._turns} of them at {self._now:g} s"
             raise Livelock(f"{turns}:\n" + _lines(tasks))
 
+    def pause(self, seconds: float) -> None:
+        """Advance the time as if the process stood still: what is due meanwhile runs late."""
+        self._now += seconds
+
     def _run_once(self) -> None:
         """Run the callbacks that are ready, in random order, then the timers that are due.
 

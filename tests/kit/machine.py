@@ -83,6 +83,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.check()
         self.world.poll()
 
+    @rule(seconds=SECONDS)
+    def pause(self, seconds: float) -> None:
+        """The process stands still."""
+        self.world.pause(seconds)
+        self.world.check()
+        self.world.poll()
+
     @rule(number=NUMBERS)
     def cancel(self, number: int) -> None:
         """Cancel a running request."""

@@ -42,12 +42,14 @@ def drawn_steps(world: World, random: Random) -> list[Callable[[], None]]:
         lambda: world.reopen(crash=number % 2 == 0),
         lambda: world.others(number, length),
         lambda: world.gather([number, length]),
+        lambda: world.pause(random.choice((0.5, 3.0, 20.0))),
     ]
 
 
 WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
 OTHERS_WEIGHT = 10
 SETS_WEIGHT = 20
+PAUSES_WEIGHT = 10
 
 
 def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
@@ -81,17 +83,24 @@ STEPS = {"wishing": wishing_steps, "tenants": tenants_steps}
 
 
 def run_world(
-    seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain", sets: bool = False
+    seed: int,
+    steps: int = STEPS_PER_WORLD,
+    *,
+    kind: Kind = "plain",
+    sets: bool = False,
+    pauses: bool = False,
 ) -> World:
     """Run the world of this seed, which determines its steps and their frequencies.
 
-    With ``sets``, others fetch sets of its blocks, too.
+    With ``sets``, others fetch sets of its blocks, too. With ``pauses``, its process stands still
+    now and then.
     """
     random = Random(seed)
     knobs = Knobs.draw(random).of(kind)
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
     weights += [OTHERS_WEIGHT if kind == "shared" else 0, SETS_WEIGHT if sets else 0]
+    weights.append(PAUSES_WEIGHT if pauses else 0)
     if kind == "tenants":
         weights[2] = 10
     world = World(knobs, seed)

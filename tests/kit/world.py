@@ -336,6 +336,12 @@ class World:
         """Advance time; 0 is one turn of the loop."""
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
+    def pause(self, seconds: float) -> None:
+        """The process stands still, then what was due meanwhile happens, late."""
+        self.note(f"pause {seconds:g} s")
+        self.loop.pause(seconds)
+        self.advance(0.01)
+
     def trouble(self, level: int, kind: int) -> None:
         """A tier gets into one kind of trouble, for one call or until it is healed."""
         if self.tiers:

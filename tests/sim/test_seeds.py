@@ -5,6 +5,8 @@ Each line below is a seed and the fault that its world found at first.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from tests.kit import soak
@@ -63,6 +65,13 @@ def test_worlds_with_fetched_sets_run_four_thousand_steps(kind: Kind) -> None:
     worlds = [soak.run_world(seed, kind=kind, sets=True) for seed in range(95_000, 95_020)]
     gathered = [line for world in worlds for line in world.trace if " gather " in line]
     assert sum(": 0 of" not in line for line in gathered) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_worlds_whose_process_stands_still_run_three_thousand_steps(kind: Kind) -> None:
+    worlds = [soak.run_world(seed, kind=kind, pauses=True) for seed in range(96_000, 96_015)]
+    assert sum(" pause " in line for world in worlds for line in world.trace) > 50
 
 
 @pytest.mark.slow

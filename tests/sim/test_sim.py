@@ -83,6 +83,24 @@ def test_timers_fire_in_order_and_not_early() -> None:
     assert [now for _, now in fired] == sorted(now for _, now in fired)
 
 
+def test_what_is_due_during_a_pause_runs_after_it_in_order() -> None:
+    async def wait() -> list[tuple[float, float]]:
+        loop = asyncio.get_running_loop()
+        fired: list[tuple[float, float]] = []
+
+        def fire(due: float) -> None:
+            fired.append((due, loop.time()))
+
+        for due in (2.0, 1.0, 5.0):
+            loop.call_at(due, fire, due)
+        assert isinstance(loop, SimLoop)
+        loop.pause(3.0)
+        await asyncio.sleep(4.0)
+        return fired
+
+    assert sim_run(wait()) == [(1.0, 3.0), (2.0, 3.0), (5.0, 5.0)]
+
+
 def test_a_distant_timeout_still_fires() -> None:
     async def wait() -> float:
         with contextlib.suppress(TimeoutError):

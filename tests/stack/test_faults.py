@@ -10,6 +10,7 @@ import pytest
 from kvladder.events import Removed, Stored
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
+from kvladder.testing.sim import SimLoop, sim_run
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.label import Read
 from kvladder.tiers.ladder.definition import LevelSettings
@@ -63,6 +64,27 @@ async def test_a_short_read_is_a_miss() -> None:
     tier = FakeTier([ShortRead()], store=await flushed((1, 2)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
         assert await cache.load(cache.keys(1, 2)) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("answer_s", [0.5, 6.0])
+def test_time_in_which_the_process_stood_still_does_not_count_for_a_timeout(
+    seed: int, answer_s: float
+) -> None:
+    in_time = answer_s < QUICK.calls.timeout_s
+
+    async def reading() -> None:
+        slow = Delay(answer_s, on="get")
+        tier = FakeTier([slow], store=await flushed((1, 2)), durable=True)
+        async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, SimLoop)
+            loop.call_later(0.25, loop.pause, 3.0)
+            assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2 * in_time
+            stats = cache.manager.stats()["level1"]
+            assert (stats["timeouts"], stats["errors"]) == ((0, 0) if in_time else (1, 1))
+
+    sim_run(reading(), seed)
 
 
 async def test_a_hanging_tier_is_a_miss_and_keeps_its_slots_until_it_ends() -> None:

@@ -147,12 +147,18 @@ def data_files(directory: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
 
 
-def stack(directory: Path, **more: Any) -> dict[str, Any]:
-    """The settings that the filled directory was made with, and more."""
-    patient = {"deadline": "10 m"}  # or a busy machine finds less
+def stack(directory: Path, *, capacity: str = "64 MiB", **more: Any) -> dict[str, Any]:
+    """The settings that the filled directory was made with, and more.
+
+    They are patient: on a busy disk a first read takes longer than the default timeout.
+    """
+    files = {"type": "files", "path": str(directory), "when": "commit", "capacity": capacity}
     return {
-        "host": "64 MiB", "files": str(directory), "capacity": "64 MiB", "fetch": patient, **more,
-    }  # fmt: skip
+        "arena": {"size": "64 MiB"},
+        "tiers": [{"type": "host"}, {**files, "timeout": "10 m"}],
+        "fetch": {"deadline": "10 m"},
+        **more,
+    }
 
 
 def told(socket: Path) -> list[Any]:

@@ -17,6 +17,8 @@ Operation = Callable[[], Awaitable[object]]
 
 CALLS_TIMEOUT_S = 1.0
 """Timeout for the end of cancelled calls, before and after the tier is closed."""
+TIMEOUT_PARTS = 4
+"""Parts of a timeout; see ``Timeout``."""
 BEHIND_CALLS_MAX = 8
 """Number of abandoned calls that have not ended at which a tier is no longer called."""
 BEHIND_SLOTS_SHARE = 4
@@ -50,6 +52,34 @@ class CallOutcome(NamedTuple):
         """Count the duration, unless a breaker or abandoned calls kept the call from beginning."""
         if self.results is not None or self.took_s > 0:
             durations.observe(self.took_s)
+
+
+class Timeout:
+    """Calls ``end`` on a loop after a time, unless cancelled before.
+
+    It waits for one of ``TIMEOUT_PARTS`` after the other. Each begins when the end of the last one
+    was noticed, so a time in which the loop stands still takes at most one part from it.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, end: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._part_s = seconds / TIMEOUT_PARTS
+        self._end = end
+        self._left = TIMEOUT_PARTS
+        self._timer = loop.call_later(self._part_s, self._tick)
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._timer = self._loop.call_later(self._part_s, self._tick)
+        else:
+            self._end()
+
+    def cancel(self) -> None:
+        """Do not call ``end`` any more."""
+        self._timer.cancel()
 
 
 class GuardedCalls:
@@ -157,8 +187,8 @@ class GuardedCalls:
     ) -> CallOutcome:
         """Call the tier; a call that does not return ``expected`` booleans has failed.
 
-        With None for ``expected`` any answer counts as success. If the call is abandoned, or its
-        caller is cancelled, ``late`` runs under the lock when it has ended.
+        With None for ``expected`` any answer counts as success. If the call is abandoned at its
+        ``Timeout``, or its caller is cancelled, ``late`` runs under the lock when it has ended.
         """
         shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
@@ -196,7 +226,7 @@ class GuardedCalls:
 
         self._calls.add(task)
         task.add_done_callback(quiet)
-        timer, decided = loop.call_later(timeout_s, settle), False
+        timer, decided = Timeout(loop, timeout_s, settle), False
         try:
             decided = await over  # in less time than ``asyncio.wait`` takes
         finally:
