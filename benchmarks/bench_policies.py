@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import mean
@@ -43,22 +43,58 @@ PROMPT, ROUNDS = 256, 4000
 
 
 @dataclass
+class ToLRU:
+    """A figure of each cell, by name, as a part of LRU's there."""
+
+    ours: dict[str, float] = field(default_factory=dict[str, float])
+    best: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the peer that is best in this cell by this figure, as one would choose afterwards."""
+    bound: dict[str, float] = field(default_factory=dict[str, float])
+    """Of Belady's choices."""
+
+    def add(
+        self,
+        cell: str,
+        figure: Callable[[Outcome], float],
+        ours: Outcome,
+        others: Mapping[str, Outcome],
+        bound: Outcome,
+        best: Callable[[Iterable[float]], float] = min,
+    ) -> None:
+        """Add a cell, unless the figure of LRU is 0 there."""
+        if lru := figure(others[LRU]):
+            self.ours[cell] = figure(ours) / lru
+            self.best[cell] = best(map(figure, others.values())) / lru
+            self.bound[cell] = figure(bound) / lru
+
+    def row(self, name: str, goal: str, *, is_met: bool, note: str) -> Row:
+        """Return a row of the means."""
+        ours, best, bound = (mean(one.values()) for one in (self.ours, self.best, self.bound))
+        return Row(
+            name=f"policies, {name}, to LRU, mean",
+            unit="ratio",
+            limit=bound,
+            peer=best,
+            ours=ours,
+            ratio=ours / best,
+            goal=judged(goal, is_met=is_met),
+            note=f"peer: the best of fourteen in each cell, chosen afterwards; limit: Belady{note}",
+        )
+
+
+@dataclass
 class Summary:
     """What the rows at the end say of all cells."""
 
     ratios: dict[str, float] = field(default_factory=dict[str, float])
     to_lru: dict[str, float] = field(default_factory=dict[str, float])
-    saved: list[float] = field(default_factory=list[float])
+    saved: ToLRU = field(default_factory=ToLRU)
+    """Prefill work saved on agents, at the size at which goals are set for them."""
     saved_with_hints: list[float] = field(default_factory=list[float])
-    evicted: list[float] = field(default_factory=list[float])
-    least_evicted: list[float] = field(default_factory=list[float])
-    """The same of Belady's bound."""
-    cut: dict[str, float] = field(default_factory=dict[str, float])
-    """Requests that an eviction cut short, to LRU's, where LRU has any."""
-    least_cut: dict[str, float] = field(default_factory=dict[str, float])
-    """The same of Belady's bound."""
-    at_agents: list[str] = field(default_factory=list[str])
-    """Cells of agents at the size at which goals are set for them."""
+    evicted: ToLRU = field(default_factory=ToLRU)
+    """Blocks computed again after an eviction."""
+    cut: ToLRU = field(default_factory=ToLRU)
+    """Requests that an eviction cut short."""
     whole: dict[str, float] = field(default_factory=dict[str, float])
     admitted: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """Hits and writes with ``admit: adaptive``, to those with every block."""
@@ -154,8 +190,7 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
         summary.ratios[cell] = ratio
         summary.to_lru[cell] = ours.hits / max(1, lru.hits)
         if trace.is_agent and percent == AGENTS_SIZE:
-            summary.at_agents.append(cell)
-            summary.saved.append(ours.work / lru.work)
+            summary.saved.add(cell, lambda one: one.work, ours, others, bound, best=max)
             saved = 0.0
             for told in ((ENDS,), EVERY) if trace.times_s else ((ENDS,),):
                 hinted = served_with_hints(NativeLevel(size, keys), trace, told)
@@ -174,11 +209,8 @@ def _trace(trace: Trace, summary: Summary) -> Iterator[Row]:
                 )
                 saved = hinted.work / lru.work
             summary.saved_with_hints.append(saved)
-        summary.evicted.append(_lost(ours, most) / max(1.0, _lost(lru, most)))
-        summary.least_evicted.append(_lost(bound, most) / max(1.0, _lost(lru, most)))
-        if lru.cut:
-            summary.cut[cell] = ours.cut / lru.cut
-            summary.least_cut[cell] = bound.cut / lru.cut
+        summary.evicted.add(cell, lambda one: float(most.hits - one.hits), ours, others, bound)
+        summary.cut.add(cell, lambda one: one.cut, ours, others, bound)
         note = f"best peer: {best}; LRU {lru.hits / blocks:.4f}"
         if percent in {min(SIZES), AGENTS_SIZE, max(SIZES)}:
             whole = served(Adaptive(), trace, size, keys, whole=True)
@@ -215,11 +247,6 @@ def _admitted(trace: Trace, summary: Summary) -> Iterator[Row]:
         )
 
 
-def _lost(outcome: Outcome, most: Outcome) -> float:
-    """Return the number of blocks that were computed again because they had been evicted."""
-    return float(most.hits - outcome.hits)
-
-
 def _summed(summary: Summary) -> Iterator[Row]:
     ratios, to_lru = summary.ratios, summary.to_lru
     least, worst = min(ratios, key=ratios.__getitem__), min(to_lru, key=to_lru.__getitem__)
@@ -254,14 +281,12 @@ def _summed(summary: Summary) -> Iterator[Row]:
             goal=judged("<= 0.94, hits >= 0.996", is_met=writes <= 0.94 and hits >= 0.996),
             note=f"hits {hits:.3f}, least {min(summary.admitted)[0]:.3f}",
         )
-    if summary.saved:
-        yield Row(
-            name=f"policies, prefill work saved at {AGENTS_SIZE:g} % on agents, to LRU",
-            unit="ratio",
-            ours=mean(summary.saved),
-            goal=judged(">= 1.10", is_met=mean(summary.saved) >= 1.10),
-            note=", ".join(f"{one:.3f}" for one in summary.saved),
-        )
+    evicted, cut = (mean(one.ours.values()) for one in (summary.evicted, summary.cut))
+    if summary.saved.ours:
+        saved = mean(summary.saved.ours.values())
+        each = ", ".join(f"{one:.3f}" for one in summary.saved.ours.values())
+        name = f"prefill work saved at {AGENTS_SIZE:g} % on agents"
+        yield summary.saved.row(name, ">= 1.10", is_met=saved >= 1.10, note=f"; {each}")
     if summary.saved_with_hints:
         yield Row(
             name="policies, the same, told sessions' hints",
@@ -269,14 +294,12 @@ def _summed(summary: Summary) -> Iterator[Row]:
             ours=mean(summary.saved_with_hints),
             note=", ".join(f"{one:.3f}" for one in summary.saved_with_hints),
         )
-    yield Row(
-        name="policies, blocks computed again after an eviction, to LRU, mean",
-        unit="ratio",
-        ours=mean(summary.evicted),
-        goal=judged("<= 0.5", is_met=mean(summary.evicted) <= 0.5),
-        note=f"Belady's bound: {mean(summary.least_evicted):.3f}",
+    again = "blocks computed again after an eviction"
+    yield summary.evicted.row(again, "<= 0.5", is_met=evicted <= 0.5, note="")
+    agents = ", ".join(f"{name} {summary.cut.ours[name]:.3f}" for name in summary.saved.ours)
+    yield summary.cut.row(
+        "prefills that an eviction caused", "<= 0.5", is_met=cut <= 0.5, note=agents
     )
-    yield _cut(summary)
     if summary.whole:
         worst = min(summary.whole, key=summary.whole.__getitem__)
         yield Row(
@@ -285,15 +308,3 @@ def _summed(summary: Summary) -> Iterator[Row]:
             ours=mean(summary.whole.values()),
             note=f"least {summary.whole[worst]:.3f} at {worst}",
         )
-
-
-def _cut(summary: Summary) -> Row:
-    """Return how many prefills an eviction caused, to LRU's."""
-    agents = [f"{name} {cut:.3f}" for name, cut in summary.cut.items() if name in summary.at_agents]
-    return Row(
-        name="policies, prefills that an eviction caused, to LRU, mean",
-        unit="ratio",
-        ours=mean(summary.cut.values()),
-        goal=judged("<= 0.5", is_met=mean(summary.cut.values()) <= 0.5),
-        note=f"Belady's bound: {mean(summary.least_cut.values()):.3f}; {', '.join(agents)}",
-    )

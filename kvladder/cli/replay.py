@@ -105,7 +105,13 @@ def replay(
     data, rows = _data(found, results, bounds, settings), _rows(results, bounds)
     if report is not None:
         write(report, replay_page(data, rows))
-    lines = [summary_of(found), *assumed(token_s, size, how, settings.ratios), ""]
+    order = "overlap as in the run" if found.overlaps else "are served one after the other"
+    lines = [
+        summary_of(found),
+        f"requests {order}",
+        *assumed(token_s, size, how, settings.ratios),
+        "",
+    ]
     return Result("\n".join([*lines, *aligned(rows)]), data)
 
 

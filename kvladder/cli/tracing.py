@@ -160,6 +160,7 @@ def about(trace: Trace) -> dict[str, Any]:
         "unique": trace.unique,
         "block_tokens": trace.block_tokens,
         "seconds": trace.seconds,
+        "overlaps": trace.overlaps,
         "warnings": list(trace.warnings),
     }
 

@@ -185,8 +185,7 @@ class _Replayer:
         )
         self._open: dict[int, _OpenRequest] = {}
         orders = [one.order for one in trace.requests if one.order is not None]
-        self._overlaps = len(orders) == len(trace.requests)
-        """True if requests overlap as in the run; else one ends before the next one begins."""
+        self._overlaps = trace.overlaps
         one_by_one = [(number, number, number) for number in range(len(trace.requests))]
         self._happenings = _happenings(orders if self._overlaps else one_by_one)
 

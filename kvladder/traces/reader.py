@@ -97,6 +97,11 @@ class Trace:
         return sum(one.asked[0] for one in self.requests if one.asked is not None)
 
     @property
+    def overlaps(self) -> bool:
+        """True if each request has its ``order``; then a replay keeps how they overlapped."""
+        return all(one.order is not None for one in self.requests)
+
+    @property
     def seconds(self) -> float:
         """Time from the first to the last arrival."""
         return self.requests[-1].at_s - self.requests[0].at_s

@@ -56,13 +56,31 @@ def test_replay_prints_a_table_with_bounds(trace: Path, stack: Path, capsys: Any
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert lines[0].startswith(f"{trace}: 400 requests in 200 s, ")
-    assert lines[1] == "a block is 4 KiB (given)"
+    assert lines[1:3] == ["requests are served one after the other", "a block is 4 KiB (given)"]
     head = next(line for line in lines if line.startswith("policy"))
     assert head.split()[:4] == ["policy", "hits", "host", "cold"]
     assert lines[lines.index(head) + 1].startswith("prioritized-lru ")
     assert lines[-2].startswith("Belady ")
     assert lines[-1].startswith("no limit ")
     assert captured.err == ""
+
+
+def test_replay_says_whether_requests_overlap_as_in_the_run(
+    tmp_path: Path, stack: Path, capsys: Any
+) -> None:
+    lines = [
+        {"timestamp": n, "input_length": 512, "hash_ids": [n], "output_length": 0, "order": order}
+        for n, order in enumerate([(1, 3, 5), (2, 4, 6)])
+    ]
+    path = tmp_path / "ordered.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["replay", str(path), "--config", str(stack), "--block-bytes", "4 KiB"]
+    assert main(arguments) == 0
+    assert "\nrequests overlap as in the run\n" in capsys.readouterr().out
+    del lines[1]["order"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace"]["overlaps"] is False
 
 
 def test_replay_prints_json(trace: Path, stack: Path, capsys: Any) -> None:
