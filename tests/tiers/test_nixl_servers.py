@@ -174,7 +174,7 @@ class TestOwners(Fabrics):
 
     async def test_an_engine_among_the_servers_is_refused(self, make, context):
         self.network["a:1"].offers.writable = False
-        with pytest.raises(ConfigError, match="a:1 is an engine"):
+        with pytest.raises(ConfigError, match="a:1 takes no blocks from this client"):
             await make().open(context)
 
     async def test_without_servers_nothing_is_put(self, fabrics, context, blocks):

@@ -194,7 +194,7 @@ class NixlTier(Tier):
         Raises
         ------
         ConfigError
-            A far end refuses this client, or a server is in fact an engine.
+            A far end refuses this client, or a server lets it only read, as an engine does.
         Unavailable
             The tier is required, and no server (without servers: no peer) is connected.
         """
@@ -208,7 +208,7 @@ class NixlTier(Tier):
                 )
         for line in self._servers:
             if line.is_up and not line.here.writable and self._roster is None:
-                what = f"{line.address} is an engine: clients may only read its blocks"
+                what = f"{line.address} takes no blocks from this client, which may only read there"
                 raise ConfigError(what, path="servers", hint="list it under peers")
         far = self._servers or ([] if self._roster else lines)
         if self.context.required and {*far} <= {*down}:
