@@ -97,10 +97,10 @@ def replay(
     size, how = block_bytes_of(found, model, dtype, block_bytes)
     stack = _loaded(config, found)
     settings = _settings(stack, size, token_s, speeds, ratios)
-    results: list[ReplayResult] = []
-    for name in _chosen(policies, stack):
-        line = ProgressLine(f"replay {name or 'as configured'}", always=progress)
-        results.append(run(found, stack, replace(settings, policy=name), progress=line))
+    results = [
+        _replayed(found, stack, replace(settings, policy=name), progress=progress)
+        for name in _chosen(policies, stack)
+    ]
     bounds = _bounds(found, stack, size)
     data, rows = _data(found, results, bounds, settings), _rows(results, bounds)
     if report is not None:
@@ -113,6 +113,13 @@ def replay(
         "",
     ]
     return Result("\n".join([*lines, *aligned(rows)]), data)
+
+
+def _replayed(
+    trace: Trace, stack: StackConfig, settings: ReplaySettings, *, progress: bool
+) -> ReplayResult:
+    line = ProgressLine(f"replay {settings.policy or 'as configured'}", always=progress)
+    return run(trace, stack, settings, progress=line)
 
 
 def _loaded(config: Path, trace: Trace) -> StackConfig:
