@@ -105,13 +105,8 @@ def replay(
     data, rows = _data(found, results, bounds, settings), _rows(results, bounds)
     if report is not None:
         write(report, replay_page(data, rows))
-    order = "overlap as in the run" if found.overlaps else "are served one after the other"
-    lines = [
-        summary_of(found),
-        f"requests {order}",
-        *assumed(token_s, size, how, settings.ratios),
-        "",
-    ]
+    assumptions = assumed(token_s, size, how, settings.ratios)
+    lines = [summary_of(found), _order(found), *assumptions, ""]
     return Result("\n".join([*lines, *aligned(rows)]), data)
 
 
@@ -179,6 +174,11 @@ def _bounds(trace: Trace, stack: StackConfig, block_bytes: int) -> dict[str, flo
         "Belady": best / max(1, trace.blocks),
         "no limit": lru_hits(trace).ratio(float("inf")),
     }
+
+
+def _order(trace: Trace) -> str:
+    how = "overlap as in the run" if trace.overlaps else "are served one after the other"
+    return f"requests {how}"
 
 
 def _rows(results: Sequence[ReplayResult], bounds: Mapping[str, float]) -> list[list[str]]:
