@@ -39,8 +39,8 @@ BINS: Final = 18
 """Bins of age: the first ends at a sixteenth of the size, the last begins at 16 times the size."""
 FORGET: Final = 24
 """Times of the size, or of ``SAMPLE`` if that is more, after which a sampled key is forgotten."""
-HALVE: Final = 10
-"""Counts are halved each time that ten times the size were used."""
+HALVE: Final = 14
+"""Counts are halved each time that this many times the size were used."""
 PSEUDO: Final = 4.0
 """Weight of the average of all classes, in uses, where a class has few of its own."""
 WHOLE: Final = 1.0
