@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
+from kvladder.arena import Slot
 from kvladder.testing.fakes import FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.loading import reads
 from kvladder.tiers.ladder.loading.pending import NEXT, PendingRead, ReadState, become
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.states import reachable
 from tests.kit.soak import run_world
 from tests.stack.caches import COMMIT, cache_of
@@ -20,16 +23,15 @@ FIRST = (63, 107)
 """The worlds that took all steps when this was written; the others follow where they do not."""
 
 
-class Bare(PendingRead):
-    """A read of no level."""
-
-    def __init__(self, state: ReadState) -> None:
-        self.state = state
+def bare(state: ReadState) -> PendingRead:
+    """Return a read of no level."""
+    none: Any = None
+    return PendingRead(none, none, 0, Slot(0), memoryview(b""), BlockMeta(), none, None, 0, state)
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(ReadState, repeat=2)])
 def test_only_steps_of_the_table_can_be_taken(before: ReadState, after: ReadState) -> None:
-    one = Bare(before)
+    one = bare(before)
     if after in NEXT[before]:
         become([one], after)
         assert one.state is after
