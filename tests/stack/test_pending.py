@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from kvladder.arena import Slot
 from kvladder.testing.fakes import FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.label import Write
 from kvladder.tiers.ladder.loading import reads
 from kvladder.tiers.ladder.loading.pending import NEXT, PendingRead, ReadState, become
 from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.states import reachable
+from kvladder.tiers.ladder.writing.transit import PendingWrite
 from tests.kit.soak import run_world
 from tests.stack.caches import COMMIT, cache_of
 
@@ -38,6 +41,13 @@ def test_only_steps_of_the_table_can_be_taken(before: ReadState, after: ReadStat
     else:
         with pytest.raises(AssertionError, match=f"{before.name} to {after.name}"):
             become([one], after)
+
+
+def test_garbage_collection_does_not_see_blocks_on_their_way() -> None:
+    none: Any = None
+    write = Write(none, none, 0, Slot(0), memoryview(b""))
+    queued = PendingWrite(none, Slot(0), BlockMeta(), 0.0)
+    assert not any(map(gc.is_tracked, (bare(ReadState.READING), write, queued)))
 
 
 def test_no_step_leads_on_from_the_end() -> None:
