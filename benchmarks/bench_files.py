@@ -110,14 +110,15 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
     def writes(first: int) -> list[Write]:
         refs = [Ref(key(first + n), first + n) for n in range(count)]
         return [
-            Write(labels, ref, slot, arena.view(slot))
+            Write(labels, *ref, slot, arena.view(slot))
             for ref, slot in zip(refs, slots, strict=True)
         ]
 
     def reads(first: int) -> list[Read]:
         refs = [Ref(key(first + n), first + n) for n in range(count)]
         return [
-            Read(labels, ref, slot, arena.view(slot)) for ref, slot in zip(refs, slots, strict=True)
+            Read(labels, *ref, slot, arena.view(slot))
+            for ref, slot in zip(refs, slots, strict=True)
         ]
 
     async def write(first: int) -> bool:

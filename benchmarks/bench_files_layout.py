@@ -120,10 +120,10 @@ async def transfers(path: Path) -> list[Row]:
         return [Ref(key(number * BATCH + n), first + n) for n in range(BATCH)]
 
     def writes(refs: Sequence[Ref]) -> list[Write]:
-        return [Write(labels, ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
+        return [Write(labels, *ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
 
     def reads(refs: Sequence[Ref]) -> list[Read]:
-        return [Read(labels, ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
+        return [Read(labels, *ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
 
     turns = BLOCKS // BATCH
     for number in range(ROUNDS * turns):

@@ -27,6 +27,7 @@ from operator import attrgetter, is_
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from kvladder.arena import Slot
@@ -282,40 +283,35 @@ class Labels:
         return Outcome.GOOD, Coding(length, fields[-1][:steps_bytes])
 
 
-class Write:
+# Garbage collection takes long where each of many blocks has an object that it looks at. So these
+# are structures that it does not see, and are made in C. A cycle through one of them must be cut.
+
+
+class Write(msgspec.Struct, eq=False, gc=False):
     """A block to store: the first ``length`` bytes of ``view``, and ``label()`` beside them.
 
     The level owns the slot and holds a claim on it during the call.
     """
 
+    _labels: Labels
+    key: BlockKey
+    place: int
+    slot: Slot
     view: memoryview
     """The whole slot, aligned to pages. Do not write into it."""
-    kind = ""
+    facts: Facts = NO_FACTS
+    coding: Coding | None = None
+    """How codecs encoded it; None if they did not."""
+    replace: bool = False
+    """True if a shared tier has a useless block under this key and must replace it."""
+    kind: str = ""
     """Kind of the block's layers, of ``Layout.kinds``, for codecs; empty if unknown or unneeded."""
-    _label = b""
-    _coding: Coding | None = None
+    _label: bytes = b""
 
-    def __init__(
-        self,
-        labels: Labels,
-        ref: Ref,
-        slot: Slot,
-        view: memoryview,
-        facts: Facts = NO_FACTS,
-        *,
-        coding: Coding | None = None,
-        replace: bool = False,
-    ) -> None:
-        self.key, self.place = ref
-        self.slot = slot
-        self.view = view
-        self.length = labels.block_bytes if coding is None else coding.length
+    @property
+    def length(self) -> int:
         """Number of bytes to store from the beginning of ``view``; fewer if a codec shrank it."""
-        self.facts = facts
-        self.replace = replace
-        """True if a shared tier has a useless block under this key and must replace it."""
-        self._coding = coding
-        self._labels = labels
+        return self._labels.block_bytes if self.coding is None else self.coding.length
 
     def label(self) -> bytes:
         """Return the label to store beside the bytes; it has ``LABEL_BYTES`` bytes.
@@ -325,28 +321,31 @@ class Write:
         """
         if not self._label:
             stored = self.view[: self.length]
-            self._label = self._labels.pack(self.key, stored, self.facts, self._coding)
+            self._label = self._labels.pack(self.key, stored, self.facts, self.coding)
         return self._label
 
 
-class Read:
+class _Delivery(msgspec.Struct, eq=False, gc=False, kw_only=True):
+    """What a tier delivered for a read, and what came of its check."""
+
+    _label: bytes = b""
+    _length: int = 0
+    _outcome: Outcome | None = None
+    _coding: Coding | None = None
+
+
+class Read(_Delivery):
     """A block to read: write its bytes to the beginning of ``view``, then call ``came``.
 
     The level owns the slot and holds a claim on it during the call.
     """
 
+    _labels: Labels
+    key: BlockKey
+    place: int
+    slot: Slot
     view: memoryview
     """The whole slot, aligned to pages: as long as a block, or a few bytes longer."""
-    _label = b""
-    _length = 0
-    _outcome: Outcome | None = None
-    _coding: Coding | None = None
-
-    def __init__(self, labels: Labels, ref: Ref, slot: Slot, view: memoryview) -> None:
-        self.key, self.place = ref
-        self.slot = slot
-        self.view = view
-        self._labels = labels
 
     def came(self, label: Buffer, length: int) -> None:
         """Report that ``view`` holds ``length`` bytes and that ``label`` was stored beside them.
@@ -381,40 +380,13 @@ class SlotAccess(NamedTuple):
     view: Callable[[Slot], memoryview]
     """Function that returns the memory of a slot."""
 
-
-class LevelWrite(Write):
-    """A write as its level makes it, with a faster constructor: a level makes many."""
-
-    def __init__(
-        self,
-        key: BlockKey,
-        place: int,
-        slot: Slot,
-        side: SlotAccess,
-        facts: Facts,
-        kind: str,
-        replace: bool,
-    ) -> None:
-        self._labels, view = side
-        self.key = key
-        self.place = place
-        self.slot = slot
-        self.view = view(slot)
-        self.length = self._labels.block_bytes
-        self.facts = facts
-        self.replace = replace
-        self.kind = kind
+    def read(self, key: BlockKey, place: int, slot: Slot) -> LevelRead:
+        """Return a read of the block at ``place`` into ``slot``."""
+        return LevelRead(self.labels, key, place, slot, self.view(slot))
 
 
 class LevelRead(Read):
-    """A read as its level makes it, and with the verdict that only the level reads."""
-
-    def __init__(self, side: SlotAccess, key: BlockKey, place: int, slot: Slot) -> None:
-        self._labels, view = side
-        self.key = key
-        self.place = place
-        self.slot = slot
-        self.view = view(slot)
+    """A read with the verdict that only the level reads."""
 
     @property
     def verdict(self) -> tuple[Outcome | None, Coding | None]:
@@ -460,7 +432,7 @@ def arrived(read: Read, found: ReadResult) -> None:
 
 def to_write(block: Write) -> tuple[bool, Coding | None]:
     """Return whether the block gets a checksum, and how codecs encoded it (None: not at all)."""
-    return block._labels.verify, block._coding
+    return block._labels.verify, block.coding
 
 
 def is_verified(block: Read) -> bool:

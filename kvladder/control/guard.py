@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from hmac import compare_digest
 from typing import Final
 
@@ -19,6 +20,7 @@ def host_of(authority: str) -> str:
     return authority.partition(":")[0].lower()
 
 
+@lru_cache(64)
 def is_numeric(host: str) -> bool:
     """Return whether a host is an IP address."""
     try:

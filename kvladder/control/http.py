@@ -160,7 +160,7 @@ class HttpConnection:
 
     async def _request(self, bytes_max: BodyMax) -> HttpRequest | None:
         """Return the next request; None if there is none."""
-        head, body, most = None, bytearray(), 0
+        head, body, most = None, bytearray(), None
         self._is_head = False  # a broken request has no method, whatever the one before had
         while True:
             try:
@@ -176,10 +176,11 @@ class HttpConnection:
                     await self._write(h11.InformationalResponse(status_code=100, headers=[]))
                 self._link.receive_data(await self._reader.read(REQUEST_BYTES_MAX))
             elif isinstance(event, h11.Request):
-                head = event
-                most = bytes_max(self._made(head, b""))
-            elif isinstance(event, h11.Data):
+                head, self._is_head = event, event.method == b"HEAD"
+            elif isinstance(event, h11.Data) and head is not None:
                 body += event.data
+                if most is None:  # most requests have no body
+                    most = bytes_max(self._made(head, b""))
                 if len(body) > most:
                     why = f"the body is too long: expected at most {most} bytes"
                     raise Refused(413, why)
@@ -189,7 +190,6 @@ class HttpConnection:
                 return None
 
     def _made(self, head: h11.Request, body: bytes) -> HttpRequest:
-        self._is_head = head.method == b"HEAD"
         headers: dict[str, str] = {}
         for name, value in head.headers:
             key, text = name.decode("latin-1"), value.decode("latin-1")
@@ -224,17 +224,21 @@ class HttpConnection:
             headers.append(("Content-Length", str(len(answer.body))))
         is_head = self._is_head
         reason = HTTPStatus(answer.status).phrase.encode()
-        head = h11.Response(status_code=answer.status, headers=headers, reason=reason)
-        await self._write(head)
+        events: list[Any] = [
+            h11.Response(status_code=answer.status, headers=headers, reason=reason)
+        ]
         if answer.parts is not None and not is_head:
+            await self._write(*events)
+            events.clear()
             async for part in answer.parts:
                 await self._write(h11.Data(data=part))
         elif answer.body and not is_head:
-            await self._write(h11.Data(data=answer.body))
-        await self._write(h11.EndOfMessage())
+            events.append(h11.Data(data=answer.body))
+        await self._write(*events, h11.EndOfMessage())
 
-    async def _write(self, event: Any) -> None:
-        data: bytes | None = self._link.send(event)
+    async def _write(self, *events: Any) -> None:
+        """Send events at once, as each call of the kernel takes long."""
+        data = b"".join(map(self._link.send, events))
         if data:
             self._writer.write(data)
             async with asyncio.timeout(REQUEST_S):

@@ -61,17 +61,17 @@ class Blocks:
     def writes(self) -> list[Write]:
         """Return requests to store all blocks."""
         every = zip(self.refs, self.slots, self.views, strict=True)
-        return [Write(self._labels, *one) for one in every]
+        return [Write(self._labels, *ref, slot, view) for ref, slot, view in every]
 
     def alike(self, numbers: Iterable[int]) -> list[Write]:
         """Return requests to store the first block's bytes under other keys."""
         refs = (Ref(key(number), NO_PLACE) for number in numbers)
-        return [Write(self._labels, ref, self.slots[0], self.views[0]) for ref in refs]
+        return [Write(self._labels, *ref, self.slots[0], self.views[0]) for ref in refs]
 
     def reads(self) -> list[Read]:
         """Return requests to fetch all blocks."""
         every = zip(self.refs, self.slots, self.views, strict=True)
-        return [Read(self._labels, *one) for one in every]
+        return [Read(self._labels, *ref, slot, view) for ref, slot, view in every]
 
     def close(self) -> None:
         """Free the memory."""

@@ -30,7 +30,6 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.codecs.pipeline import CodecPipeline, PipelineSettings
 from kvladder.tiers.context import Progress, TierContext
-from kvladder.tiers.label import LevelRead
 from kvladder.units import Size
 
 BATCH_BYTES: Final = 64 * MIB
@@ -150,7 +149,7 @@ class OpenMedium:
         writes = blocks.writes()[:count]
         took["write"] = await self._moved("stored", lambda: self._pipeline.put(writes), count)
         reads = [
-            LevelRead(self._pipeline.side, ref.key, ref.place, slot)
+            self._pipeline.side.read(*ref, slot)
             for ref, slot in zip(blocks.refs[:count], blocks.slots, strict=False)
         ]
         took["read"] = await self._moved("found", lambda: self._pipeline.get(reads), count)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -68,9 +68,7 @@ class _Field(NamedTuple):
     metric: Metric
     key: str
     labels: tuple[str, ...]
-    """Its labels; a statistic with more of them has one value for each, by label."""
-    start: str
-    """Its line without the value; empty if it has more labels, and for histograms."""
+    """Its labels; a statistic with fewer than its metric has one value for each further label."""
 
 
 @lru_cache(256)
@@ -80,20 +78,17 @@ def _fields(name: str) -> tuple[_Field, ...]:
     if name.startswith(POOL):
         section, name = "pool", name.removeprefix(POOL)
     first = (name,) if section in ("tier", "pool") else ()
-    found: list[_Field] = []
-    for metric in _BY_SECTION.get(section, ()):
-        for key, own in metric.fields.items():
-            labels = (*first, *own)
-            plain = len(labels) == len(metric.labels) and not metric.bounds
-            start = f"{metric.name}{_braced(metric.labels, labels)} " if plain else ""
-            found.append(_Field(metric, key, labels, start))
-    return tuple(found)
+    return tuple(
+        _Field(metric, key, (*first, *own))
+        for metric in _BY_SECTION.get(section, ())
+        for key, own in metric.fields.items()
+    )
 
 
 def samples(stats: Stats) -> Iterator[Sample]:
     """Yield the values of all metrics in some statistics."""
     for name, values in stats.items():
-        for metric, key, labels, _ in _fields(name):
+        for metric, key, labels in _fields(name):
             if key in values:
                 yield from _samples(metric, labels, values[key])
 
@@ -118,58 +113,84 @@ def exposed(stats: Stats, accept: str) -> tuple[bytes, str]:
     prometheus-client writes the same with several times the processor time.
     """
     is_open = OPEN_METRICS in accept
-    found: dict[str, list[str]] = {}
-    for name, values in stats.items():
-        for metric, key, labels, start in _fields(name):
-            if key not in values:
-                continue
-            if start:
-                lines = [start + _number(values[key])]
-            else:
-                inner = _samples(metric, labels, values[key])
-                lines = [_line(metric, within, value) for _, within, value in inner]
-            if lines and metric.name not in found:
-                heading = _heading(metric.name, metric.kind, metric.help, is_open)
-                found[metric.name] = [*heading, *lines]
-            elif lines:
-                found[metric.name] += lines
-    text = "\n".join([*chain.from_iterable(found.values()), "# EOF" if is_open else "", ""])
+    form = _form(tuple((name, tuple(values)) for name, values in stats.items()), is_open)
+    numbers: list[Any] = []
+    for name, key, is_histogram in form.places:
+        value = stats[name][key]
+        if is_histogram:
+            numbers += _numbers(value)
+        else:
+            numbers.append(_number(value))
+    parts = [form.text % tuple(numbers)]
+    for metric, fields in form.open:
+        values = ((labels, stats[name][key]) for name, key, labels in fields)
+        found = [one for labels, value in values for one in _samples(metric, labels, value)]
+        if found:
+            parts.append(_heading(metric, is_open=is_open))
+        for _, labels, value in found:
+            parts.append(f"{metric.name}{_braced(metric.labels, labels)} {_number(value)}")
     if is_open:
+        text = "\n".join([*parts, "# EOF", ""])
         return text.encode(), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
-    return text.removesuffix("\n").encode(), "text/plain; version=0.0.4; charset=utf-8"
+    return "\n".join([*parts, ""]).encode(), "text/plain; version=0.0.4; charset=utf-8"
 
 
-@lru_cache(1024)
-def _heading(name: str, kind: str, text: str, is_open: bool) -> tuple[str, str]:
-    name = name.removesuffix("_total") if is_open else name
-    text = text.translate(_ESCAPES) if is_open else text.replace("\\", "\\\\")
-    return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
+_Named = tuple[str, str, tuple[str, ...]]
+"""Name and key of a statistic, and its labels."""
 
 
-def _line(metric: Metric, labels: tuple[str, ...], value: Any) -> str:
-    """Return the line of a value, or the lines of a histogram."""
+class _Form(NamedTuple):
+    """The text for statistics of certain names, with ``%s`` for each number."""
+
+    text: str
+    places: Sequence[tuple[str, str, bool]]
+    """Names and keys of the numbers in it, and whether they are those of a histogram."""
+    open: Sequence[tuple[Metric, Sequence[_Named]]]
+    """Metrics that are not in it: some of their labels are keys of the statistics."""
+
+
+@lru_cache(64)
+def _form(names: tuple[tuple[str, tuple[str, ...]], ...], is_open: bool) -> _Form:
+    """Return the form for statistics of these names, each with its keys."""
+    found: dict[str, tuple[Metric, list[_Named]]] = {}
+    for name, keys in names:
+        for metric, key, labels in _fields(name):
+            if key in keys:
+                found.setdefault(metric.name, (metric, []))[1].append((name, key, labels))
+    text, places, rest = list[str](), list[tuple[str, str, bool]](), list[tuple[Metric, Any]]()
+    for metric, fields in found.values():
+        if any(len(labels) < len(metric.labels) for _, _, labels in fields):
+            assert not metric.bounds, f"{metric.name}: a histogram has all its labels"
+            rest.append((metric, fields))
+            continue
+        text.append(_heading(metric, is_open=is_open).replace("%", "%%"))
+        text += [_line(metric, labels) for _, _, labels in fields]
+        places += [(name, key, bool(metric.bounds)) for name, key, _ in fields]
+    return _Form("\n".join(text), places, rest)
+
+
+def _heading(metric: Metric, *, is_open: bool) -> str:
+    name = metric.name.removesuffix("_total") if is_open else metric.name
+    text = metric.help.translate(_ESCAPES) if is_open else metric.help.replace("\\", "\\\\")
+    return f"# HELP {name} {text}\n# TYPE {name} {metric.kind}"
+
+
+def _line(metric: Metric, labels: tuple[str, ...]) -> str:
+    """Return the line of a value with ``%s`` for it, or a histogram's: buckets, count and sum."""
+    name, braced = metric.name, _braced(metric.labels, labels)
+    starts = [f"{name}{braced}"]
     if metric.bounds:
-        return _starts(metric.name, metric.bounds, metric.labels, labels) % _told(value)
-    return f"{metric.name}{_braced(metric.labels, labels)} {_number(value)}"
-
-
-@lru_cache(4096)
-def _starts(name: str, bounds: str, names: tuple[str, ...], labels: tuple[str, ...]) -> str:
-    """Return a histogram's lines with ``%s`` for values: its buckets, the count and the sum."""
-    les = (*(str(float(bound)) for bound in _BOUNDS[bounds]), "+Inf")
-    braced = _braced(names, labels)
-    starts = (
-        *(f"{name}_bucket{_braced((*names, 'le'), (*labels, le))}" for le in les),
-        f"{name}_count{braced}",
-        f"{name}_sum{braced}",
-    )
+        les = (*(str(float(bound)) for bound in metric.le), "+Inf")
+        within = [_braced((*metric.labels, "le"), (*labels, le)) for le in les]
+        starts = [f"{name}_bucket{each}" for each in within]
+        starts += [f"{name}_count{braced}", f"{name}_sum{braced}"]
     return "\n".join(start.replace("%", "%%") + " %s" for start in starts)
 
 
-def _told(plain: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the values of a histogram's lines."""
-    totals = [*accumulate(plain["counts"])]
-    return (*totals, totals[-1], _number(plain["sum"]))
+def _numbers(histogram: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the numbers in a histogram's lines."""
+    totals = [*accumulate(histogram["counts"])]
+    return (*totals, totals[-1], _number(histogram["sum"]))
 
 
 @lru_cache(4096)
@@ -180,7 +201,8 @@ def _braced(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{inner}}}" if inner else ""
 
 
-def _number(value: float) -> str:
+def _number(value: float) -> float | str:
+    """Return what stands for a number: itself, but for those that the format spells otherwise."""
     if isinstance(value, int) or isfinite(value):
-        return str(value)
+        return value
     return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -33,7 +33,6 @@ from kvladder.tiers.label import (
     Outcome,
     RecoveredBlock,
     Ref,
-    SlotAccess,
     Write,
     packed_step,
 )
@@ -69,7 +68,7 @@ class SampleBlock(NamedTuple):
 class WatchedRead(LevelRead):
     """A read that records whether the tier called ``came``."""
 
-    has_come = False
+    has_come: bool = False
 
     def came(self, label: Buffer, length: int) -> None:
         """Note the call, and do what every read does."""
@@ -127,7 +126,7 @@ class SampleBlocks:
         return [
             Write(
                 self.labels,
-                b.ref,
+                *b.ref,
                 b.slot,
                 view(b.slot),
                 b.facts,
@@ -139,8 +138,8 @@ class SampleBlocks:
 
     def reads(self, blocks: Sequence[SampleBlock]) -> list[WatchedRead]:
         """Return the argument of ``get`` for these blocks."""
-        side = SlotAccess(self.labels, self._arena.view)
-        return [WatchedRead(side, b.key, b.place, b.slot) for b in blocks]
+        view = self._arena.view
+        return [WatchedRead(self.labels, *b.ref, b.slot, view(b.slot)) for b in blocks]
 
     def refs(self, blocks: Sequence[SampleBlock]) -> list[Ref]:
         """Return the argument of ``remove`` or ``contains`` for these blocks."""

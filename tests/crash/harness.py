@@ -21,7 +21,7 @@ from kvladder.tiers.context import TierContext
 from kvladder.tiers.fields import told
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.tier import FilesTier
-from kvladder.tiers.label import Labels, LevelRead, Outcome, RecoveredBlock, Ref, SlotAccess, Write
+from kvladder.tiers.label import Labels, Outcome, RecoveredBlock, Ref, SlotAccess, Write
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH
@@ -150,7 +150,7 @@ class Machine:
         for block in blocks:
             self._arena.view(block.slot)[: LAYOUT.block_bytes] = data(block.key)
         return [
-            Write(self.labels, block.ref, block.slot, self._arena.view(block.slot), block.facts)
+            Write(self.labels, *block.ref, block.slot, self._arena.view(block.slot), block.facts)
             for block in blocks
         ]
 
@@ -186,9 +186,7 @@ class Machine:
         for block, place in wanted:
             view = self._arena.view(self._slots[0])
             view[:] = b"\xa5" * LAYOUT.slot_bytes
-            read = LevelRead(
-                SlotAccess(self.labels, self._arena.view), block, place, self._slots[0]
-            )
+            read = SlotAccess(self.labels, self._arena.view).read(block, place, self._slots[0])
             try:
                 (ok,) = await tier.get([read])
             except TierError as error:

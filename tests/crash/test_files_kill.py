@@ -66,7 +66,7 @@ async def write_for_ever(path: Path) -> None:
             number += 1
             view = arena.view(slot)
             view[: LAYOUT.block_bytes] = data(number)
-            writes.append(Write(LABELS, Ref(key(number), place), slot, view))
+            writes.append(Write(LABELS, *Ref(key(number), place), slot, view))
         if number % 3 == 0:
             await tier.remove([Ref(write.key, write.place) for write in writes])
         assert all(await tier.put(writes))
@@ -86,7 +86,7 @@ async def check(path: Path, promised: dict[int, int]) -> None:
     found = {kept.place: kept.key async for batch in tier.recover() for kept in batch}
     for place, number in promised.items():
         assert found.get(place) == key(number)
-        read = Read(LABELS, Ref(key(number), place), slot, arena.view(slot))
+        read = Read(LABELS, *Ref(key(number), place), slot, arena.view(slot))
         assert list(await tier.get([read])) == [True]
         assert read.check()
         assert arena.view(slot)[: LAYOUT.block_bytes] == data(number)

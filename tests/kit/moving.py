@@ -100,7 +100,7 @@ class Mover:
         for slot in slots:
             ref, view = Ref(self._key(number, slot), NO_PLACE), self.arena.view(slot)
             view[:BLOCK_BYTES] = self.data(number, slot)
-            writes.append(Write(self._labels, ref, slot, view))
+            writes.append(Write(self._labels, *ref, slot, view))
         return await self.tier.put(writes)
 
     async def get(self, number: int, slots: Sequence[Slot]) -> list[bool]:
@@ -108,7 +108,7 @@ class Mover:
         self.poison(slots)
         refs = (Ref(self._key(number, slot), NO_PLACE) for slot in slots)
         reads = [
-            Read(self._labels, ref, slot, self.arena.view(slot))
+            Read(self._labels, *ref, slot, self.arena.view(slot))
             for ref, slot in zip(refs, slots, strict=True)
         ]
         come = [

@@ -18,7 +18,6 @@ from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.pipeline import PipelineSettings
-from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.calling import breaker
 from kvladder.tiers.ladder.calling.calls import BEHIND_CALLS_MAX, CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.calling.client import CLOSE_TIMEOUT_S
@@ -115,7 +114,7 @@ async def test_a_cancelled_trial_is_repeated() -> None:
             assert place is not None
             level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
-        wanted = [LevelRead(level.client.pipeline.side, keys[0], place, slots[0])]
+        wanted = [level.client.pipeline.side.read(keys[0], place, slots[0])]
         trial = asyncio.ensure_future(level.client.get(wanted, lambda: level.read_ended(wanted)))
         await asyncio.sleep(0.1)
         assert level.client.states["get"] == "trial"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
+from kvladder.arena import Slot
 from kvladder.testing.fakes import FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.label import Write
 from kvladder.tiers.ladder.loading import reads
 from kvladder.tiers.ladder.loading.pending import NEXT, PendingRead, ReadState, become
+from kvladder.tiers.ladder.records.meta import BlockMeta
 from kvladder.tiers.ladder.records.states import reachable
+from kvladder.tiers.ladder.writing.transit import PendingWrite
 from tests.kit.soak import run_world
 from tests.stack.caches import COMMIT, cache_of
 
@@ -20,22 +26,28 @@ FIRST = (63, 107)
 """The worlds that took all steps when this was written; the others follow where they do not."""
 
 
-class Bare(PendingRead):
-    """A read of no level."""
-
-    def __init__(self, state: ReadState) -> None:
-        self.state = state
+def bare(state: ReadState) -> PendingRead:
+    """Return a read of no level."""
+    none: Any = None
+    return PendingRead(none, none, 0, Slot(0), memoryview(b""), BlockMeta(), none, None, 0, state)
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(ReadState, repeat=2)])
 def test_only_steps_of_the_table_can_be_taken(before: ReadState, after: ReadState) -> None:
-    one = Bare(before)
+    one = bare(before)
     if after in NEXT[before]:
         become([one], after)
         assert one.state is after
     else:
         with pytest.raises(AssertionError, match=f"{before.name} to {after.name}"):
             become([one], after)
+
+
+def test_garbage_collection_does_not_see_blocks_on_their_way() -> None:
+    none: Any = None
+    write = Write(none, none, 0, Slot(0), memoryview(b""))
+    queued = PendingWrite(none, Slot(0), BlockMeta(), 0.0)
+    assert not any(map(gc.is_tracked, (bare(ReadState.READING), write, queued)))
 
 
 def test_no_step_leads_on_from_the_end() -> None:

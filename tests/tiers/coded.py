@@ -15,7 +15,7 @@ from kvladder.tiers.codecs.base import ChecksumCodec, Codec
 from kvladder.tiers.codecs.pipeline import CodecPipeline, PipelineSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.label import Labels, LevelRead, Read, RecoveredBlock, Ref, Write
+from kvladder.tiers.label import Labels, Read, RecoveredBlock, Ref, Write
 
 SCRATCH = 3
 
@@ -42,7 +42,7 @@ class CodedTier(Tier):
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         """Give each loaded block a label of its own: its bytes were checked and decoded."""
-        blocks = [LevelRead(self.pipeline.side, one.key, one.place, one.slot) for one in reads]
+        blocks = [self.pipeline.side.read(one.key, one.place, one.slot) for one in reads]
         found = await self.pipeline.get(blocks)
         for read, ok in zip(reads, found, strict=True):
             if ok:

@@ -64,7 +64,7 @@ class FilesTests(TierTests):
         layout, disk = tier.context.layout, tier._disk
         labels = Labels(tier.context.namespace, layout.block_bytes, verify=True)
         view = memoryview(mmap.mmap(-1, layout.slot_bytes))
-        assert list(await tier.put([Write(labels, ref, NO_SLOT, view)])) == [True]
+        assert list(await tier.put([Write(labels, *ref, NO_SLOT, view)])) == [True]
         path, offset = self.where(tier, ref)
         lies = label.ljust(HEADER, b"\0") + data[: len(view)].ljust(len(view), b"\0")
         fd = disk.open(path, os.O_RDWR)

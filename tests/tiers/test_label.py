@@ -31,7 +31,6 @@ from kvladder.tiers.label import (
     Labels,
     LevelRead,
     Outcome,
-    Ref,
     SlotAccess,
     Write,
     told,
@@ -116,7 +115,7 @@ def repaired(label: bytes, changes: dict[int, bytes]) -> bytes:
 
 def read_of(label: bytes, length: int) -> LevelRead:
     side = SlotAccess(LABELS, lambda _: memoryview(bytearray(BLOCK)))
-    read = LevelRead(side, KEY, 0, Slot(0))
+    read = side.read(KEY, 0, Slot(0))
     read.came(label, length)
     return read
 
@@ -139,7 +138,7 @@ def test_the_last_delivery_of_a_read_counts() -> None:
 
 def test_a_label_is_made_once() -> None:
     view = memoryview(bytearray(BLOCK))
-    write = Write(LABELS, Ref(KEY, 0), Slot(0), view)
+    write = Write(LABELS, KEY, 0, Slot(0), view)
     label = write.label()
     view[:] = bytes(SIZE)
     assert write.label() is label

@@ -150,7 +150,7 @@ async def test_the_text_is_what_the_collector_and_the_library_write(accept: str)
         await cache.settle()
         await cache.load(cache.keys(1, 2))
         stats = cache.manager.stats()
-    stats['a "b" \\ c\n'] = {"blocks": 3, "queue_age_s": float("inf"), "tenants": {}}
+    stats['a "b" \\ 1%s c\n'] = {"blocks": 3, "queue_age_s": float("inf"), "tenants": {}}
     registry = CollectorRegistry()
     registry.register(StatsCollector(lambda: stats))
     encode, _ = choose_encoder(accept)

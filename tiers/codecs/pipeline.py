@@ -19,7 +19,7 @@ from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
 from kvladder.tiers.codecs.chain import Chain, Find
 from kvladder.tiers.context import Blocking, TierContext
-from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, SlotAccess, Write, all_plain
+from kvladder.tiers.label import Labels, LevelRead, Outcome, SlotAccess, Write, all_plain
 from kvladder.tiers.spans import ReadTiming
 
 S = TypeVar("S")
@@ -174,9 +174,8 @@ class CodecPipeline:
         if stored is not data:  # a tier may store whole pages: no bytes of other blocks in them
             target[length : align(length)] = bytes(align(length) - length)
             slot, view = scratch, target
-        ref, facts = Ref(plain.key, plain.place), plain.facts
-        labels, replace = self.side.labels, plain.replace
-        write = Write(labels, ref, slot, view, facts, coding=coding, replace=replace)
+        labels, key, place = self.side.labels, plain.key, plain.place
+        write = Write(labels, key, place, slot, view, plain.facts, coding, plain.replace)
         write.label()  # while the CPU's caches still have the bytes
         return write
 

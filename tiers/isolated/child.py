@@ -89,7 +89,7 @@ class Child:
     async def get(self, verify: bool, reads: list[tuple[Ref, int]]) -> GetResult:
         """See ``TierCalls``."""
         labels, view = self._labels(verify=verify), self._context.arena.view
-        wanted = [Read(labels, ref, Slot(slot), view(Slot(slot))) for ref, slot in reads]
+        wanted = [Read(labels, *ref, Slot(slot), view(Slot(slot))) for ref, slot in reads]
         results = plain(await self._tier.get(wanted))
         return GetResult(results, [*map(arrival, wanted)], dict(self._tier.gauges()))
 
@@ -99,7 +99,7 @@ class Child:
         """See ``TierCalls``."""
         labels, view = self._labels(verify=verify), self._context.arena.view
         blocks = [
-            Write(labels, ref, Slot(slot), view(Slot(slot)), facts, coding=coding, replace=replace)
+            Write(labels, *ref, Slot(slot), view(Slot(slot)), facts, coding=coding, replace=replace)
             for ref, slot, facts, coding, replace in writes
         ]
         salts, fits = [*{block.facts.salt for block in blocks}], list[bool]()

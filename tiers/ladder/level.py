@@ -20,7 +20,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.fetch_cost import Pace
 from kvladder.tiers.answers import Results
 from kvladder.tiers.base import NO_PLACE
-from kvladder.tiers.label import LevelRead, LevelWrite, Ref
+from kvladder.tiers.label import LevelRead, Ref, Write
 from kvladder.tiers.ladder.base_level import Shared, StackCallbacks
 from kvladder.tiers.ladder.calling.calls import CallOutcome
 from kvladder.tiers.ladder.definition import LevelDefinition
@@ -235,7 +235,7 @@ class Level(EvictingLevel):
             priorities, ranks(self._in_flight.writing.values()) if has_quota else {}
         )
 
-    def placed(self, reason: DropReason) -> list[LevelWrite]:
+    def placed(self, reason: DropReason) -> list[Write]:
         """Return the writes with their places, and drop blocks without a place for this reason."""
         blocks = [*self._in_flight.writing.values()]
         places = self.places.take(len(blocks))
@@ -244,15 +244,16 @@ class Level(EvictingLevel):
             self._dropped(why, one.key, one.meta.priority)
             self.index.refused([one.key], "room")
         keys, slots = [one.key for one in blocks], [one.slot for one in blocks]
-        placed, side = list[LevelWrite](), self.client.pipeline.side
+        placed, (labels, view) = list[Write](), self.client.pipeline.side
         for meta, run in runs([one.meta for one in blocks[: len(places)]]):
             facts = facts_of(meta, ttl_s=self.rule.ttl_s, clock=self.shared.clock)
-            same = repeat(side), repeat(facts), repeat(meta.terms.kind)
             lost = map(self._lost.__contains__, keys[run])
-            placed += map(LevelWrite, keys[run], places[run], slots[run], *same, lost)
+            slot = repeat(labels), keys[run], places[run], slots[run], map(view, slots[run])
+            same = repeat(facts), repeat(None), lost, repeat(meta.terms.kind)
+            placed += map(Write, *slot, *same)
         return placed
 
-    def settle(self, blocks: Sequence[LevelWrite], answer: CallOutcome) -> None:
+    def settle(self, blocks: Sequence[Write], answer: CallOutcome) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         answer.add_to(self.stats.stored_call_s)
         keys, stored = [*self._in_flight.writing], 0
@@ -280,13 +281,13 @@ class Level(EvictingLevel):
             self.remove_later([Ref(key, NO_PLACE) for key in removed])
         self.trim()
 
-    def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
+    def stored_late(self, blocks: Sequence[Write]) -> None:
         """End a write that was an abandoned call."""
         self._unstored(blocks, [self._in_flight.come_back(block.key) for block in blocks])
         self._above.wake()
 
     def _unstored(
-        self, blocks: Sequence[LevelWrite], removed: Sequence[bool], *, began: bool = True
+        self, blocks: Sequence[Write], removed: Sequence[bool], *, began: bool = True
     ) -> None:
         """Clean up after a write that failed or ended late: some of its blocks may be stored.
 
@@ -299,14 +300,14 @@ class Level(EvictingLevel):
         if began:
             self._may_come(blocks, removed)
 
-    def _may_come(self, blocks: Sequence[LevelWrite], removed: Sequence[bool]) -> None:
+    def _may_come(self, blocks: Sequence[Write], removed: Sequence[bool]) -> None:
         """Note blocks of a failed write that the tier may still store, if it is such a tier."""
         if self.tier.late_s:
             until_s = self.shared.clock.now() + self.tier.late_s
             for block, is_removed in zip(blocks, removed, strict=True):
                 self._late.add(block.key, block.facts.salt, until_s, removed=is_removed)
 
-    def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> int:
+    def _publish(self, blocks: Sequence[Write], results: Results) -> int:
         stored: list[BlockKey] = []
         in_flight = self._in_flight
         metas = [one.meta for one in islice(in_flight.writing.values(), len(blocks))]
@@ -336,11 +337,11 @@ class Level(EvictingLevel):
         self.shared.events.stored(self.name, stored[::-1])
         return len(stored)
 
-    def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
+    def _drop(self, reason: DropReason, blocks: Sequence[Write]) -> None:
         for block in blocks:
             self._dropped(reason, block.key, self._in_flight.writing[block.key].meta.priority)
 
-    def _full(self, blocks: Sequence[LevelWrite]) -> None:
+    def _full(self, blocks: Sequence[Write]) -> None:
         """Note that the medium is full: work within the places in use, and try for more later."""
         self._drop("full", blocks)
         self.index.refused([block.key for block in blocks], "room")

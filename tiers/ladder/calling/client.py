@@ -15,7 +15,7 @@ from kvladder.tiers.answers import wrong
 from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.codecs.pipeline import CodecPipeline
 from kvladder.tiers.context import Blocking, TierContext
-from kvladder.tiers.label import LevelRead, LevelWrite, Ref
+from kvladder.tiers.label import LevelRead, Ref, Write
 from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.calling.breaker import contained
 from kvladder.tiers.ladder.calling.calls import CallOutcome, GuardedCalls
@@ -162,7 +162,7 @@ class TierClient(GuardedCalls):
                     ended()
         return answer
 
-    async def put(self, blocks: Sequence[LevelWrite], late: Callable[[], None]) -> CallOutcome:
+    async def put(self, blocks: Sequence[Write], late: Callable[[], None]) -> CallOutcome:
         """Store what is in the blocks' slots; see ``call``."""
         slots = [block.slot for block in blocks]
         put = self.pipeline.put

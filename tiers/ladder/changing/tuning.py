@@ -221,7 +221,7 @@ class LevelTuner:
             for ref, meta in found:
                 slots = stack.room(1, meta.priority) if level.write_queue.room > len(reads) else []
                 if slots:
-                    reads.append((LevelRead(side, ref.key, ref.place, slots[0]), meta))
+                    reads.append((side.read(*ref, slots[0]), meta))
                 else:
                     gone.append(ref)
             level.places.begin_reads([read.place for read, _ in reads])

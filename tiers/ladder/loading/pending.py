@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
-from kvladder.arena import Slot
-from kvladder.keys import BlockKey
-from kvladder.tiers.label import LevelRead, SlotAccess
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.records.meta import BlockMeta
@@ -53,29 +51,15 @@ class PendingRead(LevelRead):
     The stack's lock is held around every use.
     """
 
+    meta: BlockMeta
+    level: Level
+    fetch: Fetch | None
+    """First fetch that waits for it; ``position`` is the block's place in its prefix."""
+    position: int
+    state: ReadState = READING
+    """Set by ``become`` alone."""
     others: list[tuple[Fetch, int]] | None = None
     """Fetches that wait for it beside ``fetch``, with positions."""
-
-    def __init__(
-        self,
-        side: SlotAccess,
-        key: BlockKey,
-        place: int,
-        slot: Slot,
-        meta: BlockMeta,
-        level: Level,
-        fetch: Fetch | None,
-        position: int,
-    ) -> None:
-        super().__init__(side, key, place, slot)
-        # here and not in the class: an attribute that is added later may cost each read a dict
-        self.state = READING
-        """Set by ``become`` alone."""
-        self.meta = meta
-        self.level = level
-        self.fetch = fetch
-        """First fetch that waits for it; ``position`` is the block's place in its prefix."""
-        self.position = position
 
     @property
     def waiters(self) -> list[tuple[Fetch, int]]:

@@ -104,8 +104,10 @@ class BlockReader:
         for level, keys, places, own, whose, at in some.by_level(*columns):
             level.places.begin_reads(places)
             level.index.hit(places)
-            sides, metas = repeat(level.client.pipeline.side), level.index.metas(places)
-            blocks = [*map(PendingRead, sides, keys, places, own, metas, repeat(level), whose, at)]
+            labels, view = level.client.pipeline.side
+            slot = repeat(labels), keys, places, own, map(view, own)
+            row = level.index.metas(places), repeat(level), whose, at
+            blocks = [*map(PendingRead, *slot, *row)]
             batches[level] = blocks
             are_new = self.arrivals.add(keys, blocks)
             assert are_new, "a block is on its way already"
@@ -278,8 +280,8 @@ class BlockReader:
             return None
         lower, place = found
         lower.places.begin_reads([place])
-        side = lower.client.pipeline.side
-        again = PendingRead(side, key, place, slots[0], meta, lower, None, 0)
+        labels, view = lower.client.pipeline.side
+        again = PendingRead(labels, key, place, slots[0], view(slots[0]), meta, lower, None, 0)
         for waiter in one.waiters:
             again.join(*waiter)
         self.arrivals[key] = again

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, BULK_STEP
-from kvladder.tiers.label import LevelRead, Outcome
+from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.records.ghosts import OF_VERDICT
 from kvladder.tiers.ladder.stack import TierStack
@@ -90,7 +90,7 @@ class StackVerifier:
         with self._stack.lock:
             held = [(key, at) for key in keys if (at := level.index.place(key)) is not None]
             held = held[: len(slots)]
-            reads = [LevelRead(side, *one, slot) for one, slot in zip(held, slots, strict=False)]
+            reads = [side.read(*one, slot) for one, slot in zip(held, slots, strict=False)]
             level.places.begin_reads([read.place for read in reads])
             if len(held) < len(keys) and len(held) == len(slots):  # too few slots: the rest later
                 last = max(at for _, at in held)

@@ -10,6 +10,8 @@ from enum import Enum
 from math import inf
 from operator import attrgetter
 
+import msgspec
+
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
@@ -65,22 +67,19 @@ _LEFT = {
 _state = attrgetter("state")
 
 
-class PendingWrite:
+class PendingWrite(msgspec.Struct, eq=False, gc=False):
     """A block on its way into a level; at most one per key and level.
 
-    A tier never sees it. When the block has a place, a ``LevelWrite`` is made for the tier, whole
+    A tier never sees it. When the block has a place, a ``Write`` is made for the tier, whole
     from the beginning.
     """
 
-    __slots__ = ("key", "meta", "since_s", "slot", "state")
-
-    def __init__(self, key: BlockKey, slot: Slot, meta: BlockMeta, since_s: float) -> None:
-        self.key = key
-        self.slot = slot
-        self.meta = meta
-        self.since_s = since_s
-        """Loop time at which it was offered."""
-        self.state = QUEUED
+    key: BlockKey
+    slot: Slot
+    meta: BlockMeta
+    since_s: float
+    """Loop time at which it was offered."""
+    state: WriteState = QUEUED
 
     def is_of(self, salt: bytes | None) -> bool:
         """Return whether the block is of this salt; any block is of None."""

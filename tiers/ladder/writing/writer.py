@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
-from kvladder.tiers.label import LevelRead, LevelWrite, Ref
+from kvladder.tiers.label import LevelRead, Ref, Write
 from kvladder.tiers.ladder.base_level import StackCallbacks
 from kvladder.tiers.ladder.calling.breaker import supervised
 from kvladder.tiers.ladder.calling.calls import CallOutcome
@@ -133,7 +133,7 @@ class Writer:
             salts = level.next_batch()
         # the tier is asked without the lock
         spare = {salt: self._client.spare(salt) for salt in dict.fromkeys(salts.values())}
-        blocks, answer = list[LevelWrite](), CallOutcome(())
+        blocks, answer = list[Write](), CallOutcome(())
         try:
             with self._lock:
                 priorities = level.begin(salts, spare)
@@ -176,7 +176,7 @@ class Writer:
                     level.stats.drop("arena", meta.priority)
                     continue
                 level.places.begin_reads([place])
-                wanted = LevelRead(self._client.pipeline.side, key, place, slots[0])
+                wanted = self._client.pipeline.side.read(key, place, slots[0])
                 moves.append((wanted, meta, target))
         if not moves:
             return
