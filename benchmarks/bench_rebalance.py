@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.row import Row
-from kvladder.device.cache import DeviceCache, open_device
+from kvladder.device.cache import DeviceCache
+from kvladder.device.opening import open_device
 from kvladder.errors import OutOfBlocks
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.groups import Layer

@@ -359,8 +359,9 @@ def _export(
     serves: bool,
 ) -> Export:
     """Return the export, which serves this cache's blocks to others."""
-    from kvladder.export.cache import EngineOffers, ServerOffers
+    from kvladder.export.cache import EngineOffers
     from kvladder.export.process import Export
+    from kvladder.export.server import ServerOffers
 
     threads = runtime.threads("export")
     offers = (

@@ -33,8 +33,9 @@ from kvladder.connectors.transformers.layers import (
 from kvladder.connectors.transformers.rotations import Rotations
 from kvladder.connectors.transformers.windows import narrowed, sources
 from kvladder.connectors.watched import Watched
-from kvladder.device.cache import DeviceCache, open_device
+from kvladder.device.cache import DeviceCache
 from kvladder.device.memory import PlanMemory
+from kvladder.device.opening import open_device
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import copy_tokens
 from kvladder.gpu.copy.ranges import ranged

@@ -9,6 +9,7 @@ from kvladder.errors import NotHeld, PoolError
 from kvladder.gpu.pool.below import Below
 from kvladder.gpu.pool.commit import Committer, Content, token_ids
 from kvladder.gpu.pool.events import BELOW, PoolEvents, PoolStored, Reports, StoredBlock
+from kvladder.gpu.pool.finder import PrefixFinder
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.ledger import Partial as Partial
 from kvladder.gpu.pool.ledger import PoolSettings as PoolSettings
@@ -60,8 +61,12 @@ class BlockPool:
         self._retainer = Retainer(self._ledger, now)
         self._moves = Moves(self._ledger, below)
         self._committer = Committer(self._ledger, self._moves, self._retainer)
-        self.serving = Serving(self._ledger, self._moves, self._retainer, self._committer)
-        """The part that requests use."""
+        self.finder = PrefixFinder(self._ledger, self._moves, self._committer)
+        """The part by which requests find cached blocks."""
+        self.serving = Serving(
+            self._ledger, self._moves, self._retainer, self._committer, self.finder
+        )
+        """The part by which requests get blocks."""
         self.epoch = (0, 0)
         """Number of resets, and number of removals and purges.
 

@@ -1,4 +1,4 @@
-"""Serves requests from a pool, in steps that can be undone: reach, hold, settle, then place."""
+"""Serves requests from a pool, in steps that can be undone: hold, settle, then place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvladder.errors import BlocksBusy, NotHeld, OutOfBlocks, PoolError
-from kvladder.gpu.pool.commit import Committer, Content
+from kvladder.gpu.pool.commit import Committer
+from kvladder.gpu.pool.finder import PoolMatch, PrefixFinder
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
@@ -15,41 +16,13 @@ from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import (
     NO_NODE,
     NO_SLOT,
-    TOKEN_BYTES,
     DeviceSlot,
     NodeId,
-    Root,
     Ticket,
 )
 from kvladder.keys import BlockKey
 
 HITS_MAX = 255
-
-
-class PartialBlock(NamedTuple):
-    """A cached block that shares its first ``tokens`` tokens with a prompt."""
-
-    node: NodeId
-    tokens: int
-    taken: bool
-    """True if the prompt continues in its slot, instead of in a copy."""
-
-
-class PoolMatch(NamedTuple):
-    """Cached blocks that a request found. Those that only tiers hold are claimed there."""
-
-    nodes: Sequence[NodeId] = ()
-    claimed: Sequence[NodeId] = ()
-    """Blocks of ``nodes`` that are not on the device, in order; the part is last if it is not."""
-    part: PartialBlock | None = None
-    """Partial match of the block behind ``nodes``."""
-    first: int = 0
-    """Number of blocks before ``nodes``, which the request does not need."""
-
-    def tokens(self, block_tokens: int) -> int:
-        """Return how many tokens of the prompt this serves."""
-        part = 0 if self.part is None else self.part.tokens
-        return (self.first + len(self.nodes)) * block_tokens + part
 
 
 class Reservation(NamedTuple):
@@ -94,119 +67,29 @@ class ServedPrompt(NamedTuple):
 
 
 class Serving:
-    """Finds, holds and hands out blocks of one pool, so that several pools can serve one request.
+    """Holds and hands out blocks of one pool, so that several pools can serve one request.
 
-    First ``reach`` finds and claims blocks, and ``fitting`` decides which part of them to use. Then
-    ``hold`` of every pool reserves, or raises if there is not enough. Last ``settle`` of every pool
-    evicts: see ``reserve``. Before that, ``cancel`` puts everything back, including the order of
-    eviction. ``place`` uses what was reserved.
+    First ``PrefixFinder.reach`` finds and claims blocks, and ``fitting`` decides which part of them
+    to use. Then ``hold`` of every pool reserves, or raises if there is not enough. Last ``settle``
+    of every pool evicts: see ``reserve``. Before that, ``cancel`` puts everything back, including
+    the order of eviction. ``place`` uses what was reserved.
     """
 
     def __init__(
-        self, ledger: Ledger, moves: Moves, retainer: Retainer, committer: Committer
+        self,
+        ledger: Ledger,
+        moves: Moves,
+        retainer: Retainer,
+        committer: Committer,
+        finder: PrefixFinder,
     ) -> None:
         self._ledger = ledger
         self._moves = moves
         self._retainer = retainer
         self._committer = committer
+        self.finder = finder
+        """Found the matches that are passed to this part, and gives up those without use."""
         self._partial = ledger.settings.partial
-        self.labels = ledger.index.labels
-        """True if ``Content.tokens`` are used."""
-
-    # ---- find
-
-    def match(self, keys: Sequence[BlockKey]) -> PoolMatch:
-        """Return the longest leading run of ``keys`` that is on the device or being loaded."""
-        return PoolMatch(self._ledger.index.match(keys))
-
-    def slots(self, match: PoolMatch) -> list[DeviceSlot]:
-        """Return the device slots of its blocks."""
-        return gather(self._ledger.nodes.slot, match.nodes)
-
-    def reach(self, content: Content, first: int = 0) -> PoolMatch:
-        """Return the longest prefix of the content's blocks that is on the device or in a tier.
-
-        ``content`` may have tokens and extras of the block behind its keys, which is matched in
-        part. Blocks that only tiers hold are claimed: pass the match to ``hold`` or ``forgo``.
-        """
-        keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
-        nodes, claimed, salt = index.match(keys), list[NodeId](), content.root.salt
-        while len(nodes) < len(keys) and (count := self._moves.claim(keys[len(nodes) :], salt)):
-            surplus: list[NodeId] = []
-            found = keys[len(nodes) : len(nodes) + count]
-            known = iter(self._moves.known([key for key in found if key not in index]))
-            for at, key in enumerate(found, len(nodes)):
-                node = index.find(key)
-                if node is None:
-                    node = self._committer.know(content, at, next(known))
-                (claimed if slot[node] == NO_SLOT else surplus).append(node)
-                nodes.append(node)
-            self._moves.disclaim(surplus)
-            nodes += index.match(keys[len(nodes) :])
-        part = self._part(content, len(nodes)) if self._partial != "off" else None
-        if part is not None and slot[part.node] == NO_SLOT:
-            claimed.append(part.node)
-        return PoolMatch(nodes, claimed, part, first)
-
-    def _part(self, content: Content, blocks: int) -> PartialBlock | None:
-        """Return the block that shares most behind the first ``blocks``, claimed if in a tier."""
-        best = self._nearest(content, blocks)
-        if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
-            return best
-        key = self._ledger.index.key_of(best.node)
-        return best if self._moves.claim([key], content.root.salt) else None
-
-    def _nearest(self, content: Content, blocks: int) -> PartialBlock | None:
-        """Return the usable known block that shares most tokens behind the first ``blocks``."""
-        index, size = self._ledger.index, self._ledger.settings.block_tokens
-        begin, tokens = blocks * size, content.limit(blocks, size)
-        query = content.tokens[begin * TOKEN_BYTES : (begin + tokens) * TOKEN_BYTES]
-        parent = content.keys[blocks - 1] if blocks else content.parent
-        above = index.above(parent, content.root, create=False)
-        if above is None or not query:
-            return None
-        best: PartialBlock | None = None
-        for node, shared, tokens in index.partial(above, query):
-            if best is not None and shared <= best.tokens:
-                break
-            if tokens > (0 if best is None else best.tokens) and self._usable(node):
-                best = PartialBlock(node, tokens, self._partial == "take")
-        return best
-
-    def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
-        """Return for each key whether known blocks behind it may be matched in part."""
-        if self._partial == "off":
-            return [False] * len(parents)
-        return self._ledger.index.followed(parents, root)
-
-    def shares(self, content: Content) -> int:
-        """Return how many leading tokens of a single block without a key a usable block shares."""
-        best = self._nearest(content, 0)
-        return 0 if best is None else best.tokens
-
-    def _usable(self, node: NodeId) -> bool:
-        copied = self._ledger.nodes.slot[node] == NO_SLOT or self._partial == "copy"
-        return node not in self._moves.leaving and (copied or self._takeable(node))
-
-    def _takeable(self, node: NodeId) -> bool:
-        """Return whether a block on the device is idle and no block follows it."""
-        return node in self._ledger.order and not self._ledger.index.has_children(node)
-
-    def covers(self, content: Content) -> bool:
-        """Return whether a known block begins with all usable tokens of this single block."""
-        index = self._ledger.index
-        above = index.above(content.parent, content.root, create=False)
-        useful = content.limit(0, len(content.tokens) // TOKEN_BYTES)
-        if above is None or not useful:
-            return not useful
-        for _, _, tokens in index.partial(above, content.tokens[: useful * TOKEN_BYTES]):
-            if tokens >= useful:
-                return True
-        return False
-
-    def forgo(self, match: PoolMatch) -> None:
-        """Give up a match that will not be used."""
-        self._moves.disclaim(match.claimed)
 
     # ---- hold and settle
 
@@ -226,7 +109,7 @@ class Serving:
         kept = [node for node in match.nodes if slot[node] != NO_SLOT]
         if self._fits([*kept, part.node], blocks - match.first - len(kept)):
             return match
-        takeable = self._takeable(part.node)
+        takeable = self.finder.is_takeable(part.node)
         return match._replace(part=part._replace(taken=True) if takeable else None)
 
     def hold(self, match: PoolMatch, blocks: int) -> Reservation:
@@ -252,7 +135,7 @@ class Serving:
         available = ledger.available - len(idle)
         leaving = len(self._moves.leaving.difference(kept)) if self._moves.leaving else 0
         if fresh > available + leaving:
-            self.forgo(match)
+            self.finder.forgo(match)
             ledger.lacks(fresh - available)
             raise ledger.lacking(fresh, available, gather(slot, kept))
         stamps = ledger.order.remove(idle)
@@ -315,7 +198,7 @@ class Serving:
         for node in hold.kept:  # one by one, since a block may be held twice
             ledger.refs.drop([ledger.nodes.slot[node]])
         ledger.order.restore(hold.idle, hold.stamps)
-        self.forgo(hold.match)
+        self.finder.forgo(hold.match)
 
     def settle(self, hold: Reservation) -> list[DeviceSlot]:
         """Evict the victims that ``hold`` chose; return the fresh slots, one reference each.
@@ -345,7 +228,7 @@ class Serving:
         self._ledger.stats.allocated -= hold.fresh
         self._ledger.release(slots)
         self._ledger.release(gather(self._ledger.nodes.slot, hold.kept))
-        self.forgo(hold.match)
+        self.finder.forgo(hold.match)
 
     # ---- use
 
@@ -503,6 +386,6 @@ def reserve(
             elif at < len(holds) and at != failed:
                 pool.cancel(holds[at])
             elif at > failed:
-                pool.forgo(match)
+                pool.finder.forgo(match)
         raise
     return [(hold.match, given) for hold, given in zip(holds, slots, strict=True)]

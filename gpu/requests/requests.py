@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from kvladder.errors import PoolError
-from kvladder.gpu.pool.serving import PoolMatch, Serving, reserve
+from kvladder.gpu.pool.finder import PoolMatch, PrefixFinder
+from kvladder.gpu.pool.serving import Serving, reserve
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
 from kvladder.gpu.sizing.groups import Group, served_by_all
 from kvladder.gpu.tree.names import DeviceSlot
@@ -93,12 +94,12 @@ class Request:
 class CachedPrefix:
     """Cached blocks of one group for a prompt; its first ``limit`` tokens may be served."""
 
-    def __init__(self, group: Group, pool: Serving, part: KVSequence, limit: int) -> None:
+    def __init__(self, group: Group, finder: PrefixFinder, part: KVSequence, limit: int) -> None:
         self.group = group
-        self._pool, self._part, self._limit = pool, part, limit
+        self._finder, self._part, self._limit = finder, part, limit
         blocks = limit // group.block_tokens
         self._present = part.present(blocks)
-        self._followed = pool.followed([part.root.key, *part.keys[:blocks]], part.root)
+        self._followed = finder.followed([part.root.key, *part.keys[:blocks]], part.root)
         """True for each block that a known block may match in part."""
         self._shared: dict[int, int] = {}
         self.holes = group.holes(self._present)
@@ -109,13 +110,13 @@ class CachedPrefix:
             return 0
         if block not in self._shared:
             end = min(self._limit, (block + 1) * self.group.block_tokens - 1)
-            self._shared[block] = self._pool.shares(self._part.content(block, block, end))
+            self._shared[block] = self._finder.shares(self._part.content(block, block, end))
         return self._shared[block]
 
     def reach(self, end: int) -> PoolMatch:
         """Return the match for ``end`` tokens; it must be passed to ``hold`` or ``forgo``."""
         first, last = self.group.first(end), end // self.group.block_tokens
-        return self._pool.reach(self._part.content(first, last, end), first)
+        return self._finder.reach(self._part.content(first, last, end), first)
 
     def lacks(self, match: PoolMatch, end: int) -> None:
         """Note that a tier delivers no more than this match, less than the ``end`` it promised."""
@@ -154,6 +155,7 @@ class Requests:
         self.groups = tuple(groups)
         self.sequences = tuple(sequences)
         self._pools = [one.serving for one in sequences]
+        self._finders = [one.finder for one in sequences]
         self._listener: Callable[[Request], object] | None = None
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
@@ -257,20 +259,20 @@ class Requests:
             ]:
                 return fitted, blocks
             # A part that one group cannot copy is of no use in the others: search again below it.
-            for pool, match in zip(self._pools, fitted, strict=True):
-                pool.forgo(match)
+            for finder, match in zip(self._finders, fitted, strict=True):
+                finder.forgo(match)
             limit = min(ends)
 
     def _reach(self, part: KVSequence, limit: int) -> PoolMatch:
         """Return the longest match of a single group of full attention."""
-        return self._pools[0].reach(part.content(0, limit // part.block_tokens, limit))
+        return self._finders[0].reach(part.content(0, limit // part.block_tokens, limit))
 
     def _match(self, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
         """Return the longest match that all groups can serve; blocks only in tiers are claimed."""
         end = limit // self._grain * self._grain
         kept = [
-            CachedPrefix(group, pool, part, end)
-            for group, pool, part in zip(self.groups, self._pools, parts, strict=True)
+            CachedPrefix(group, finder, part, end)
+            for group, finder, part in zip(self.groups, self._finders, parts, strict=True)
         ]
         while True:
             holes = [one.holes for one in kept]
@@ -286,8 +288,8 @@ class Requests:
                     break
             else:
                 return found
-            for pool, match in zip(self._pools, found, strict=False):
-                pool.forgo(match)
+            for finder, match in zip(self._finders, found, strict=False):
+                finder.forgo(match)
 
     def rename(self, mark: str) -> None:
         """Include this mark in the names of blocks from now on; an empty one restores the first.
@@ -322,8 +324,8 @@ class Requests:
         OutOfBlocks, BlocksBusy
             There is no room, or none yet; nothing is held.
         """
-        both = list(zip(self._pools, parts, strict=True))
-        matches = [pool.match(part.keys[part.first : part.stored]) for pool, part in both]
+        both = zip(self._finders, parts, strict=True)
+        matches = [finder.match(part.keys[part.first : part.stored]) for finder, part in both]
         got = reserve(self._pools, matches, [len(part.held) for part in parts])
         for part, (match, slots) in zip(parts, got, strict=True):
             part.restore(match, slots)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from kvladder.errors import ConfigError, NotHeld, NotReady
 from kvladder.gpu.pool.commit import Content
+from kvladder.gpu.pool.finder import PoolMatch
 from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.pool.retain import Retain
 from kvladder.gpu.pool.serving import BlockCopy as BlockCopy
-from kvladder.gpu.pool.serving import PoolMatch
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot, Root, Ticket
 from kvladder.gpu.tree.names import Extra as Extra
@@ -42,7 +42,7 @@ class Sequences:
                 path="block.tokens",
             )
         self.pool = pool
-        self.serving = pool.serving
+        self.finder, self.serving = pool.finder, pool.serving
         self.scheme = self._first = scheme
         self._root = Root(scheme.root())
         """Root of most requests, kept because its key is slow to compute."""
@@ -299,7 +299,7 @@ class KVSequence:
 
     def restore(self, match: PoolMatch, given: Sequence[DeviceSlot]) -> None:
         """Use other slots from now on: the matched ones still hold its blocks, others are empty."""
-        here = self._serving.slots(match)
+        here = self._of.finder.slots(match)
         self.table = [NO_SLOT] * self.first + [*here, *given]
         self.stored = self.first + len(here)
         self.wait(self._of.arriving(self))  # matched blocks may still be loading for others
@@ -407,7 +407,7 @@ class KVSequence:
         first, end = self.stored, computed // self.block_tokens
         if end > first and self._stores():
             self._name(end)
-            content = self.content(first, end, labels=self._serving.labels)
+            content = self.content(first, end, labels=self._of.finder.labels)
             wanted = self._wanted(first, end)
             slots = self._pool.commit(self.table[first:end], content, retain=wanted)
             if slots is None:  # the block before was removed
@@ -458,7 +458,7 @@ class KVSequence:
         if store and partial and self.ready and self._stores():
             self._name(whole)
             slot, tail = self.table[whole], self.content(whole, whole, self.computed)
-            if self._serving.writable(slot) and not self._serving.covers(tail):
+            if self._serving.writable(slot) and not self._of.finder.covers(tail):
                 tail = Content([self._tail_key(tail.parent)], *tail[1:])
                 self._pool.commit([slot], tail, retain=self._wanted(whole, whole + 1))
         self.closed = True

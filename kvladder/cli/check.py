@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvladder.cli.output import Result
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
-from kvladder.export.cache import server_layout
+from kvladder.export.sealed import server_layout
 from kvladder.layout import Layout
 from kvladder.planning.models import bytes_per_token
 from kvladder.preflight import Findings, preflight

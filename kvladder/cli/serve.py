@@ -10,7 +10,7 @@ from kvladder.cli.output import Result, Results
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
-from kvladder.export.cache import server_layout
+from kvladder.export.sealed import server_layout
 
 ENDINGS: Final = {signal.SIGTERM, signal.SIGINT}
 FLUSH_S: Final = 60.0

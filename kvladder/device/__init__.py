@@ -4,6 +4,6 @@ from kvladder.errors import needed
 
 with needed("torch"):
     from kvladder.device.cache import DeviceCache as DeviceCache
-    from kvladder.device.cache import open_device as open_device
     from kvladder.device.memory import PlanMemory as PlanMemory
+    from kvladder.device.opening import open_device as open_device
     from kvladder.device.preempt import Suspended as Suspended

@@ -14,8 +14,9 @@ from kvladder.errors import PlanError, needed
 with needed("torch"):
     import torch
 
-from kvladder.device.cache import DeviceCache, open_device
+from kvladder.device.cache import DeviceCache
 from kvladder.device.memory import PlanMemory
+from kvladder.device.opening import open_device
 from kvladder.gpu.sizing.base import ITEM_BYTES, ResourceHandler
 from kvladder.gpu.sizing.groups import Layer
 from kvladder.gpu.sizing.plan import CachePlan

@@ -15,7 +15,7 @@ import yaml
 from kvladder.cli.dashboards import RULES as RULES_FILE
 from kvladder.cli.dashboards import dashboards
 from kvladder.config.stack import load_config
-from kvladder.export.cache import server_layout
+from kvladder.export.sealed import server_layout
 from tests.deploy.chart import (
     CHART,
     EXAMPLES,

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvladder.arena import Slot
-from kvladder.export.cache import CacheOffers, EngineOffers, ServerOffers, server_layout
+from kvladder.export.cache import CacheOffers, EngineOffers
 from kvladder.export.offers import HAVE, LATER, Offers
+from kvladder.export.sealed import server_layout
+from kvladder.export.server import ServerOffers
 from kvladder.keys import BlockKey, Namespace
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import inline_blocking

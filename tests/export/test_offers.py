@@ -162,7 +162,7 @@ async def test_a_lost_client_frees_its_pins_and_grants_and_publishes_nothing() -
 async def test_a_client_that_disconnects_during_the_check_publishes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvladder.export.cache.INLINE_BYTES", 0)
+    monkeypatch.setattr("kvladder.export.server.INLINE_BYTES", 0)
     began, goes_on = asyncio.Event(), asyncio.Event()
 
     async def slowly(function: object, *args: object) -> object:

@@ -15,8 +15,9 @@ import pytest
 import kvladder
 from kvladder.config.settings import ExportConfig
 from kvladder.errors import ConfigError
-from kvladder.export.cache import CacheOffers, ServerOffers
+from kvladder.export.cache import CacheOffers
 from kvladder.export.process import Export
+from kvladder.export.server import ServerOffers
 from kvladder.manager import CacheManager
 from kvladder.runtime import Runtime
 from tests.export.clients import SERVER

@@ -20,9 +20,9 @@ from kvladder.tiers.codecs.base import Codec, Subject
 from kvladder.tiers.codecs.chain import Chain
 from kvladder.tiers.codecs.fp8 import Fp8Codec
 from kvladder.tiers.codecs.zstd import ZstdCodec
-from kvladder.tiers.files.directory import MAGIC, VERSION, DirectoryMeta, read_meta, sealed
 from kvladder.tiers.files.header import HEADER_BYTES, read_header, write_header
 from kvladder.tiers.files.log import RECORD_BYTES, IndexLog, kept_of
+from kvladder.tiers.files.meta import MAGIC, VERSION, DirectoryMeta, read_meta, sealed
 from kvladder.tiers.files.purge import purge_files, survey_files
 from kvladder.tiers.label import LABEL_BYTES, Coding, Facts, Labels, Outcome, RecoveredBlock
 from tests.fuzz.target import Input, Target, explained

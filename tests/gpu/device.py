@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kvladder.config.stack import load_config
-from kvladder.device.cache import DeviceCache, open_pools
+from kvladder.device.cache import DeviceCache
+from kvladder.device.opening import open_pools
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.divide import divide
 from kvladder.gpu.sizing.groups import Group

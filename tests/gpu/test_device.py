@@ -14,8 +14,7 @@ import torch
 import kvladder
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
-from kvladder.device import cache as device
-from kvladder.device import open_device
+from kvladder.device import open_device, opening
 from kvladder.errors import ConfigError, OutOfBlocks, PlanError
 from kvladder.gpu.pool.events import PoolEvent
 from kvladder.gpu.pool.pool import PoolSettings
@@ -457,7 +456,7 @@ def test_a_refused_pool_leaves_nothing_open(
     source = stack(files(tmp_path))
     threads = set(threading.enumerate())
     with monkeypatch.context() as patched:
-        patched.setattr(device, "make_pools", lambda *_, **__: PoolSettings(0, 4))
+        patched.setattr(opening, "make_pools", lambda *_, **__: PoolSettings(0, 4))
         with pytest.raises(ConfigError, match="blocks"):
             Model(source)
     for thread in set(threading.enumerate()) - threads:  # it may be just about to end

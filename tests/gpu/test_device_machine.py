@@ -12,7 +12,8 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvladder.device.cache import DeviceCache, make_pools
+from kvladder.device.cache import DeviceCache
+from kvladder.device.opening import make_pools
 from kvladder.device.port import TierPort
 from kvladder.device.preempt import How, Suspended
 from kvladder.errors import OutOfBlocks, PoolError

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvladder.config import registry
-from kvladder.device.cache import open_device
 from kvladder.device.memory import PlanMemory
+from kvladder.device.opening import open_device
 from kvladder.errors import ConfigError, PlanError
 from kvladder.gpu.sizing.base import ResourceHandler, require
 from kvladder.gpu.sizing.groups import Layer

@@ -11,7 +11,7 @@ from hypothesis import settings as profile
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvladder.gpu.pool.commit import Committer
-from kvladder.gpu.pool.serving import PoolMatch
+from kvladder.gpu.pool.finder import PoolMatch
 from kvladder.gpu.requests.requests import CachedPrefix, Requests
 from kvladder.gpu.requests.sequence import KVSequence, Sequences
 from tests.gpu.test_device_machine import PartialGroups
@@ -20,7 +20,7 @@ from tests.gpu.test_pool_tiers_machine import TiersMachine
 
 def match_one(self: Requests, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
     """``Requests._match``, with the first group's blocks assumed to be in all groups."""
-    each = zip(self.groups, self._pools, parts, strict=True)
+    each = zip(self.groups, self._finders, parts, strict=True)
     first, *others = [CachedPrefix(*one, limit) for one in each]
     end = first.group.serves(first.holes, first.shared, limit // self._grain * self._grain, 1)
     return [one.reach(end) for one in (first, *others)]

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 from benchmarks.bench_rebalance import CHANGING, SHARED, serve
 from benchmarks.bench_rebalance import opened as load
 from kvladder.config.stack import load_config
-from kvladder.device.cache import DeviceCache, open_device, open_pools
+from kvladder.device.cache import DeviceCache
+from kvladder.device.opening import open_device, open_pools
 from kvladder.device.rebalance import PATIENCE, REST, Rebalance
 from kvladder.device.room import Room
 from kvladder.errors import BlocksBusy, ConfigError, LayoutError, OutOfBlocks, PlanError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvladder.arena import Arena, Slot
-from kvladder.device.cache import open_device
+from kvladder.device.opening import open_device
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.gpu.copy.registration import SPARE_BYTES, Registration, table_bytes
 from kvladder.gpu.sizing.groups import Layer

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import kvladder
-from kvladder.export.cache import TAIL, ServerOffers, server_layout
 from kvladder.export.exporter import Exporter, exporting
+from kvladder.export.sealed import TAIL, server_layout
+from kvladder.export.server import ServerOffers
 from kvladder.keys import BlockKey
 from kvladder.runtime import BlockingPool
 from kvladder.testing.redisserver import free_ports

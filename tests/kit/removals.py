@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvladder.keys import KEY_BYTES, BlockKey
-from kvladder.tiers.files.directory import LOG_NAME
 from kvladder.tiers.files.log import RECORD_BYTES
+from kvladder.tiers.files.meta import LOG_NAME
 from tests.kit.disk import FakeDisk
 
 PLACE_AT, KEY_AT = 20, 32

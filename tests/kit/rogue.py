@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
-from kvladder.export.cache import TAIL
+from kvladder.export.sealed import TAIL
 from kvladder.keys import BlockKey, Namespace
 from kvladder.runtime import BlockingPool
 from kvladder.tiers.label import LABEL_BYTES, NO_FACTS, Labels

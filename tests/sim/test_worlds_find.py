@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvladder.errors import TierError
-from kvladder.export.cache import ServerOffers
+from kvladder.export.server import ServerOffers
 from kvladder.export.session import Session
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions

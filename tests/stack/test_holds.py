@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks.instant import InstantTier, keys_of
-from kvladder.device.cache import DeviceCache, make_pools
+from kvladder.device.cache import DeviceCache
+from kvladder.device.opening import make_pools
 from kvladder.device.port import TierPort
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.pool.below import Taken, Victim

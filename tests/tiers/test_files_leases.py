@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvladder.errors import ConfigError, Unavailable
-from kvladder.tiers.files.directory import FilesDirectory, held_by, leases, look
+from kvladder.tiers.files.directory import FilesDirectory, held_by, leases
 from kvladder.tiers.files.purge import purge_files
+from kvladder.tiers.files.rest import look
 from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import CAPACITY, ROOT, STRANGERS, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk

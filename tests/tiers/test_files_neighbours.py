@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvladder.tiers.fields import BYTES_MAX, told
-from kvladder.tiers.files.directory import look, sealed
+from kvladder.tiers.files.meta import sealed
 from kvladder.tiers.files.neighbours import MAGIC, compared
 from kvladder.tiers.files.purge import purge_files
+from kvladder.tiers.files.rest import look
 from tests.crash.harness import ROOT, STRIDE, Machine, new_disk
 from tests.kit.disk import FakeDisk
 

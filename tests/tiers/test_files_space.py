@@ -13,7 +13,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
-from kvladder.tiers.files.directory import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.meta import SEGMENTS_MAX, sealed
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.store import SEGMENTS_MIN

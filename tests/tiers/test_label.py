@@ -268,7 +268,7 @@ OTHERS = {
     "codecs/fp8.py": "what a step needs to be undone",
     "codecs/zstd.py": "what a step needs to be undone",
     "fields.py": "long and secret values of a namespace's fields",
-    "files/directory.py": "META",
+    "files/meta.py": "META",
     "files/header.py": "where a page lies, before its label",
     "files/log.py": "records",
     "nixl/curve.py": "names of clients for operators",
@@ -300,7 +300,7 @@ print(then - now)
 """
 
 
-@pytest.mark.parametrize("module", ["files.directory", "nixl.messages"])
+@pytest.mark.parametrize("module", ["files.meta", "nixl.messages"])
 def test_a_tier_that_compares_versions_does_not_find_blocks_of_an_older_label(module: str) -> None:
     code = RISEN.format(module, module.partition(".")[0])
     command = [sys.executable, "-W", "ignore", "-c", code]

@@ -33,8 +33,8 @@ print(sorted({name for name in sys.modules if name in makes or name.split(".")[0
 
 EXPORT = {
     "kvladder/cli/serve.py", "kvladder/config/settings.py", "kvladder/export/announcing.py",
-    "kvladder/export/cache.py", "kvladder/export/child.py", "kvladder/export/exporter.py",
-    "kvladder/export/offers.py", "kvladder/export/process.py", "kvladder/export/session.py",
+    "kvladder/export/child.py", "kvladder/export/exporter.py", "kvladder/export/offers.py",
+    "kvladder/export/process.py", "kvladder/export/server.py", "kvladder/export/session.py",
     "kvladder/preflight.py",
 }  # fmt: skip
 """Export offers this cache's blocks to NIXL tiers, and speaks their protocol."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvladder.tiers.files.directory import sealed
+from kvladder.tiers.files.meta import sealed
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, PROMPTS, connector, stack

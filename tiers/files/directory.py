@@ -1,59 +1,46 @@
-"""A files tier's directories: their files, their owners, and the capacity that they share."""
+"""A files tier's directories: the processes that own them, and the capacity that they share."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import stat
 from collections.abc import Collection, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from xxhash import xxh3_64_hexdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
-from kvladder.tiers import label
-from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import (
     Disk,
     is_full,
     opened,
     read_file,
     replace_file,
+    require_safe,
     sync_directory,
     write_all,
 )
-from kvladder.tiers.files.header import HEADER_BYTES
-from kvladder.units import Size
+from kvladder.tiers.files.meta import (
+    ASIDE,
+    FIELDS_NAME,
+    LOCK_NAME,
+    LOG_NAME,
+    META_NAME,
+    DirectoryMeta,
+    is_ours,
+    read_meta,
+    sealed,
+    segment_file,
+    segment_sizes,
+)
 
-MAGIC = "kvladder files"
-VERSION = 2 + label.VERSION  # rises with it, as old labels cannot be read then
 PREFIX_DIGITS = 16
-SEGMENTS_MAX = 512
-"""Most segments: each is an open file, and a process may often have only 1024."""
-SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
-"""Most segments for a new capacity; larger segments instead of more leave room to grow."""
-META_BYTES_MAX = 1 << 16
-META_NAME = "META"
-LOG_NAME = "index.log"
-LOCK_NAME = "LOCK"
-FIELDS_NAME = "FIELDS"
-"""File with the fields from which the namespace is computed, for people. No block needs it."""
-STATE_NAMES = {"own": "POLICY", "host": "POLICY-HOST"}  # what eviction policies have learned
-ASIDE = {f"{name}.tmp" for name in (META_NAME, LOG_NAME, FIELDS_NAME, *STATE_NAMES.values())}
-"""Names under which files are written before they are renamed."""
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
-_SEGMENT = re.compile(r"seg-([0-9]{5})")
-_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
-Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Space = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-_DAMAGED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
 """Longest wait in seconds for the path's lock; another process holds it while it drops segments."""
 _LOCK_STEP_S = 0.005
@@ -68,148 +55,6 @@ def home_number(name: str) -> tuple[str, int] | None:
     """Return the namespace's prefix and the number in a directory's name; None for other names."""
     found = _HOME.fullmatch(name)
     return (found[1], int(found[2] or 0)) if found else None
-
-
-def segment_number(name: str) -> int | None:
-    """Return the number of the segment with this file name; None for other names."""
-    found = _SEGMENT.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def segment_file(home: Path, number: int) -> Path:
-    """Return the path of a segment's file."""
-    return home / f"seg-{number:05d}"
-
-
-def segment_sizes(disk: Disk, home: Path) -> dict[int, int]:
-    """Return the bytes of each segment in a directory, by number."""
-    numbers = {name: segment_number(name) for name in disk.listdir(home)}
-    return {n: disk.stat(home / name).st_size for name, n in numbers.items() if n is not None}
-
-
-def is_ours(name: str) -> bool:
-    """Return whether the tier writes a file of this name into a namespace's directory."""
-    ours = LOG_NAME, META_NAME, LOCK_NAME, FIELDS_NAME, *STATE_NAMES.values(), *ASIDE
-    return segment_number(name) is not None or name in ours
-
-
-def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
-    """Raise ConfigError if another user can have put, or can put, other things at ``path``.
-
-    A safe path is no symbolic link, belongs to this user, and is not writable for others. Raises
-    FileNotFoundError if nothing is there.
-    """
-    found = disk.stat(path)
-    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
-    wanted = "directory" if directory else "file"
-    if kind == "symbolic link":
-        hint = "use the target of the link instead" if directory else "remove the link"
-        raise ConfigError(f"{path} is a symbolic link", path="path", hint=hint)
-    if kind != wanted:
-        raise ConfigError(f"{path} is a {kind}", path="path", hint=f"expected a {wanted}")
-    below = ", or set path to a directory below it, with mode 0700" if directory else ""
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}",
-            path="path",
-            hint=f"chown it{below}",
-        )
-    if found.st_mode & _OTHERS_WRITE:
-        raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: other users may write to it",
-            path="path",
-            hint=f"chmod go-w{below}",
-        )
-
-
-class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """META: the layout of a namespace's other files; one line of JSON, readable for people."""
-
-    magic: str = MAGIC
-    version: int = VERSION
-    namespace: Space
-    block_bytes: Count
-    stride: Count
-    """Bytes from one block's header to the next header."""
-    segment_places: Count
-    capacity_blocks: Count
-
-    @classmethod
-    def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> DirectoryMeta:
-        """Return the layout of the files of a namespace that is new in this path."""
-        stride = HEADER_BYTES + context.layout.slot_bytes
-        capacity = context.capacity_blocks
-        most = max(1, min(segment_bytes // stride, capacity // segments_min))
-        return cls(
-            namespace=context.namespace.hex(),
-            block_bytes=context.layout.block_bytes,
-            stride=stride,
-            segment_places=max(most, -(-capacity // SEGMENTS_WANTED_MAX)),
-            capacity_blocks=capacity,
-        )
-
-    def holds(self, wanted: DirectoryMeta) -> bool:
-        """Return whether files of this layout can hold the blocks of ``wanted``.
-
-        They cannot if this would take more than ``SEGMENTS_MAX`` segments.
-        """
-        ours = (self.namespace, self.block_bytes, self.stride)
-        fitting = wanted.capacity_blocks <= self.segment_places * SEGMENTS_MAX
-        return ours == (wanted.namespace, wanted.block_bytes, wanted.stride) and fitting
-
-    def size(self, segment: int) -> int:
-        """Return the bytes of a segment; the last one may have fewer places than the others."""
-        first = segment * self.segment_places
-        return max(0, min(self.segment_places, self.capacity_blocks - first)) * self.stride
-
-
-class _Version(msgspec.Struct):
-    """The fields that META has in every version."""
-
-    magic: str
-    version: int
-
-
-def sealed(line: bytes) -> bytes:
-    """Return a line with its digest on the next line, which shows damage; same in all versions."""
-    return b"%s\n%s\n" % (line, xxh3_64_hexdigest(line).encode())
-
-
-def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
-    """Return the META of a directory, or None if it is damaged, missing or not kvladder's.
-
-    If an earlier version of kvladder wrote it, return only the number of its format.
-
-    Raises
-    ------
-    ConfigError
-        A newer version of kvladder wrote it.
-    """
-    path = home / META_NAME
-    try:
-        data = read_file(disk, path, META_BYTES_MAX)
-        line = data.partition(b"\n")[0]
-        if data != sealed(line):
-            return None
-        found = msgspec.json.decode(line, type=_Version)
-        if found.magic != MAGIC:
-            return None
-        require_known(path, found.version, VERSION)
-        if found.version < VERSION:
-            return found.version
-        return msgspec.json.decode(line, type=DirectoryMeta)
-    except (*_DAMAGED, FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def require_known(path: Path, version: int, newest: int) -> None:
-    """Raise ConfigError if a file's version is newer than the newest one known here."""
-    if version > newest:
-        raise ConfigError(
-            f"{path} has format {version}: expected {newest} or older",
-            path="path",
-            hint="use the version of kvladder that wrote it, or another path",
-        )
 
 
 class Lent(OSError):
@@ -519,82 +364,3 @@ def held_by(disk: Disk, home: Path) -> str | None:
     with suppress(FileNotFoundError), opened(disk, home / LOCK_NAME, os.O_RDWR) as fd:
         return None if disk.lock(fd) else owner(disk, home)
     return None
-
-
-def look(disk: Disk, path: Path) -> dict[str, str]:
-    """Return what each directory below a path holds and which process owns it; create nothing.
-
-    Raises
-    ------
-    ConfigError
-        Other users may write to the path.
-    """
-    facts: dict[str, str] = {}
-    with suppress(OSError):  # no engine has used the path yet
-        require_safe(disk, path, directory=True)
-        disk.stat(path / LOCK_NAME)
-        with exclusive(disk, path):
-            for lease in sorted(leases(disk, path)):
-                holds = Size(lease.bytes).about() if lease.bytes else "nothing"
-                who = held_by(disk, lease.home)
-                said = "not in use" if who is None else f"in use by process {who}"
-                facts[lease.home.name] = f"{holds}, {said}"
-    return facts
-
-
-@contextmanager
-def at_rest(
-    disk: Disk, path: Path, space: Namespace | None, others: Collection[str]
-) -> Generator[list[FilesDirectory]]:
-    """Take and yield the directories of one namespace, or of all, that no process owns.
-
-    Directories that a process of ``others`` owns are left out. All are released at the end.
-
-    Raises
-    ------
-    ConfigError
-        A process not in ``others`` owns a directory, or a directory's namespace is not known.
-    """
-    taken: list[FilesDirectory] = []
-    with ExitStack() as held:
-        with exclusive(disk, path):
-            for name in disk.listdir(path):
-                found = _owner(disk, path / name)
-                if found is None or space not in {None, found}:
-                    continue
-                directory = FilesDirectory(disk, path, found)
-                held.callback(directory.leave)
-                if directory.hold(path / name, others):
-                    taken.append(directory)
-        yield taken
-
-
-def _owner(disk: Disk, home: Path) -> Namespace | None:
-    """Return the namespace of the files in a directory; None if they are not kvladder's.
-
-    Raises
-    ------
-    ConfigError
-        META is damaged, or is of another version of kvladder.
-    """
-    ids = home_number(home.name)
-    if ids is None:
-        return None
-    meta = read_meta(disk, home)
-    if isinstance(meta, int):
-        raise ConfigError(
-            f"{home} was written by an earlier version of kvladder, in format {meta}",
-            path="path",
-            hint="purge with that version, or remove the directory",
-        )
-    if meta is None:
-        with suppress(NotADirectoryError):
-            if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
-                raise ConfigError(
-                    f"{home / META_NAME} is damaged: the namespace of its blocks is unknown",
-                    path="path",
-                    hint="start the engine that wrote the blocks: it repairs the file; then purge",
-                )
-        return None
-    is_named_so = meta.namespace[:PREFIX_DIGITS] == ids[0]
-    return Namespace(bytes.fromhex(meta.namespace)) if is_named_so else None

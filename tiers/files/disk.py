@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from kvladder.units import Size
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Disk:
@@ -180,6 +183,35 @@ def _explanation(path: Path, error: OSError) -> ConfigError | Unavailable:
     elif error.errno == errno.EIO:
         hint = "see the kernel's log: the disk may be failing"
     return Unavailable(f"{path} {what}", path="path", hint=hint)
+
+
+def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
+    """Raise ConfigError if another user can have put, or can put, other things at ``path``.
+
+    A safe path is no symbolic link, belongs to this user, and is not writable for others. Raises
+    FileNotFoundError if nothing is there.
+    """
+    found = disk.stat(path)
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
+    wanted = "directory" if directory else "file"
+    if kind == "symbolic link":
+        hint = "use the target of the link instead" if directory else "remove the link"
+        raise ConfigError(f"{path} is a symbolic link", path="path", hint=hint)
+    if kind != wanted:
+        raise ConfigError(f"{path} is a {kind}", path="path", hint=f"expected a {wanted}")
+    below = ", or set path to a directory below it, with mode 0700" if directory else ""
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}",
+            path="path",
+            hint=f"chown it{below}",
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: other users may write to it",
+            path="path",
+            hint=f"chmod go-w{below}",
+        )
 
 
 @contextmanager

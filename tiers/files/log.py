@@ -19,8 +19,8 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvladder.keys import KEY_BYTES, BlockKey, Namespace
-from kvladder.tiers.files.directory import LOG_NAME, require_known
 from kvladder.tiers.files.disk import Disk, sync_directory, write_all
+from kvladder.tiers.files.meta import LOG_NAME, require_known
 from kvladder.tiers.label import NO_FACTS, Facts, RecoveredBlock, Ref, Write
 
 RECORD_BYTES = 64

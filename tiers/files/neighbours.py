@@ -9,15 +9,9 @@ from typing import NamedTuple, cast
 
 from kvladder.errors import ConfigError
 from kvladder.tiers.fields import ALIKE_MAX, changes, is_told, listed
-from kvladder.tiers.files.directory import (
-    FIELDS_NAME,
-    Lease,
-    home_number,
-    leases,
-    require_safe,
-    sealed,
-)
-from kvladder.tiers.files.disk import Disk, read_file, replace_file
+from kvladder.tiers.files.directory import Lease, home_number, leases
+from kvladder.tiers.files.disk import Disk, read_file, replace_file, require_safe
+from kvladder.tiers.files.meta import FIELDS_NAME, sealed
 from kvladder.units import Size, counted
 
 MAGIC = "kvladder fields"

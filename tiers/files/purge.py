@@ -12,16 +12,12 @@ from kvladder.errors import Unavailable, refusal
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import align
 from kvladder.tiers.context import Progress
-from kvladder.tiers.files.directory import (
-    DirectoryMeta,
-    FilesDirectory,
-    at_rest,
-    read_meta,
-    require_safe,
-)
-from kvladder.tiers.files.disk import Disk, explained, sync_directory, write_all
+from kvladder.tiers.files.directory import FilesDirectory
+from kvladder.tiers.files.disk import Disk, explained, require_safe, sync_directory, write_all
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import kept_of, tag_of
+from kvladder.tiers.files.meta import DirectoryMeta, read_meta
+from kvladder.tiers.files.rest import at_rest
 from kvladder.tiers.files.segments import PIECE_BYTES, Segments
 from kvladder.tiers.files.store import FileStore
 from kvladder.tiers.label import LABEL_BYTES, LabelFields, told

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvladder.errors import ConfigError, Unavailable, refusal
-from kvladder.tiers.files.directory import (
-    DirectoryMeta,
-    FilesDirectory,
-    at_rest,
-    read_meta,
-    require_safe,
-)
-from kvladder.tiers.files.disk import Disk, explained
+from kvladder.tiers.files.directory import FilesDirectory
+from kvladder.tiers.files.disk import Disk, explained, require_safe
 from kvladder.tiers.files.log import kept_of
+from kvladder.tiers.files.meta import DirectoryMeta, read_meta
 from kvladder.tiers.files.purge import Eraser
+from kvladder.tiers.files.rest import at_rest
 from kvladder.tiers.files.store import FileStore
 from kvladder.tiers.label import RecoveredBlock
 

@@ -16,15 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvladder.layout import PAGE_BYTES, align
-from kvladder.tiers.files.directory import (
-    DirectoryMeta,
-    FilesDirectory,
-    Lent,
-    segment_file,
-    segment_sizes,
-)
+from kvladder.tiers.files.directory import FilesDirectory, Lent
 from kvladder.tiers.files.disk import Disk, is_full, opened
 from kvladder.tiers.files.header import HEADER_BYTES, Header, read_header, write_header
+from kvladder.tiers.files.meta import DirectoryMeta, segment_file, segment_sizes
 from kvladder.tiers.label import LABEL_BYTES, Read, Write
 
 B = TypeVar("B", Read, Write)

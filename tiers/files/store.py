@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,14 +14,15 @@ import msgspec
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import BlockKey
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.directory import SEGMENTS_MAX, DirectoryMeta, FilesDirectory, Lent
+from kvladder.tiers.files.directory import FilesDirectory, Lent
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
+from kvladder.tiers.files.meta import SEGMENTS_MAX, DirectoryMeta
 from kvladder.tiers.files.neighbours import keep_fields
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.segments import Segments
-from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.label import RecoveredBlock, Write
 
 SEGMENTS_MIN = 16
 """Fewest segments per capacity: the first block of another model takes a whole segment."""
@@ -213,3 +216,46 @@ class FileStore:
         for step in (self.log.flush, self.segments.close, self.log.close, self.directory.close):
             with suppress(OSError):  # unflushed records are lost only in a power cut
                 step()
+
+
+class PutBatch:
+    """Writes a batch to the disk, as jobs for several threads.
+
+    The job that ends last appends the whole batch to the log, so a block is published after its
+    bytes are complete. If a job is skipped, no block of the batch is published.
+    """
+
+    def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
+        self._store = store
+        self._writes = writes
+        self._lock = threading.Lock()
+        self._written: set[int] = set()
+        self.kept: set[int] = set()
+        """Places of the blocks that are stored and published, once all jobs have run."""
+        self.failures: list[OSError] = []
+        self.jobs: list[Callable[[], None]] = []
+        number = store.log.number(len(writes))
+        store.segments.expect(writes)
+        for run in store.segments.runs(writes, parts):
+            self.jobs.append(partial(self._write, run, number))
+            number += len(run)
+        self._left = len(self.jobs)
+
+    def _write(self, run: Sequence[Write], number: int) -> None:
+        try:
+            self._store.segments.write(run, number)
+            self._written.update([write.place for write in run])
+        except OSError as error:
+            self.failures.append(error)
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        # On a full disk nothing of the batch counts, so that the level is told and makes room.
+        if is_last and not any(map(is_full, self.failures)):
+            try:
+                self._store.log.put([one for one in self._writes if one.place in self._written])
+                self.kept = self._written
+            except OSError as error:
+                self.failures.append(error)
+        if is_last:
+            self._store.measure()

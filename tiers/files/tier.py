@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,14 +18,15 @@ from kvladder.policy.eviction import STATE_MAX
 from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.context import TierContext
-from kvladder.tiers.files.directory import STATE_NAMES, look
 from kvladder.tiers.files.disk import Disk, explained, is_full, read_file, replace_file
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
+from kvladder.tiers.files.meta import STATE_NAMES
 from kvladder.tiers.files.neighbours import Neighbours, compared, neighbours, told_of
 from kvladder.tiers.files.options import FilesOptions
 from kvladder.tiers.files.purge import Eraser
-from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore
+from kvladder.tiers.files.rest import look
+from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore, PutBatch
 from kvladder.tiers.files.threads import BufferedPool
 from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write
 from kvladder.units import Size
@@ -254,7 +254,7 @@ class FilesTier(Tier):
             self._sure[write.place] = False
         if missing := store.segments.missing(writes):
             await self._must([partial(store.allocate, missing)], put=True)
-        batch = _Puts(store, writes, self.options.threads)
+        batch = PutBatch(store, writes, self.options.threads)
         await self._run(batch.jobs)
         if not batch.kept:
             _raise_if_failed(batch.failures, put=True)
@@ -397,48 +397,6 @@ class FilesTier(Tier):
             pool = self._pool or BlockingPool(1, "kvladder-files")
             last = self._store.close if self._store else lambda: None
             await pool.aclose(last, timeout_s=CLOSE_TIMEOUT_S)
-
-
-class _Puts:
-    """Writes a batch to the disk, as jobs for several threads.
-
-    The job that ends last appends the whole batch to the log, so a block is published after its
-    bytes are complete. If a job is skipped, no block of the batch is published.
-    """
-
-    def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
-        self._store = store
-        self._writes = writes
-        self._lock = threading.Lock()
-        self._written: set[int] = set()
-        self.kept: set[int] = set()
-        """Places of the blocks that are stored and published, once all jobs have run."""
-        self.failures: list[OSError] = []
-        self.jobs: list[Callable[[], None]] = []
-        number = store.log.number(len(writes))
-        store.segments.expect(writes)
-        for run in store.segments.runs(writes, parts):
-            self.jobs.append(partial(self._write, run, number))
-            number += len(run)
-        self._left = len(self.jobs)
-
-    def _write(self, run: Sequence[Write], number: int) -> None:
-        try:
-            self._store.segments.write(run, number)
-            self._written.update([write.place for write in run])
-        except OSError as error:
-            self.failures.append(error)
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last and not any(map(is_full, self.failures)):
-            try:
-                self._store.log.put([one for one in self._writes if one.place in self._written])
-                self.kept = self._written
-            except OSError as error:
-                self.failures.append(error)
-        if is_last:
-            self._store.measure()
 
 
 def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:

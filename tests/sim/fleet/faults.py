@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from kvladder.tiers.files.directory import LOG_NAME
+from kvladder.tiers.files.meta import LOG_NAME
 from kvladder.tiers.label import LABEL_BYTES, told
 from tests.kit.disk import MODES
 from tests.kit.removals import keys_of, removals

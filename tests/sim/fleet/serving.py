@@ -18,8 +18,9 @@ from typing import Any
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
-from kvladder.export.cache import TAIL, ServerOffers, server_layout
 from kvladder.export.exporter import Exporter
+from kvladder.export.sealed import TAIL, server_layout
+from kvladder.export.server import ServerOffers
 from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.context import TierContext
