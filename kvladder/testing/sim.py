@@ -91,6 +91,7 @@ class SimLoop(VirtualLoop):
     _ready: deque[asyncio.Handle]
     """Timers that are due."""
     _stopping: bool
+    _now: float
     _timer_cancelled_count: int
 
     def __init__(self, seed: int = 0) -> None:
