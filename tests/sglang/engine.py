@@ -41,7 +41,7 @@ SMALL = {
     "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
     "hicache_storage_backend": "dynamic", "served_model_name": "org/m",
     "enable_cache_report": True, "radix_cache_backend": "kvladder", "enable_metrics": True,
-    "enable_priority_scheduling": True, "chunked_prefill_size": 512,
+    "enable_priority_scheduling": True, "chunked_prefill_size": 512, "sleep_on_idle": True,
     "hicache_storage_prefetch_policy": "wait_complete", "log_level": "info",
 }  # fmt: skip
 OURS: dict[str, Any] = {
