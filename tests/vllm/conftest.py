@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,14 +92,26 @@ def started() -> Iterator[list[Server]]:
 
 
 @pytest.fixture(scope="session")
-def filled(
-    model: Path, reference: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Any]]:
+def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A directory with all prompts, and the results of the engine that filled it.
 
-    That is a ``fresh`` process: names of blocks must not stand on the seed of its ``hash``.
+    One of pytest's workers fills it for all. The engine is a ``fresh`` process: names of blocks
+    must not stand on the seed of its ``hash``, nor on the path of the model.
     """
-    directory = tmp_path_factory.mktemp("filled")
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "filled"
+    directory.mkdir(exist_ok=True)
+    with (directory / "turn").open("a+") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        turn.seek(0)
+        if not (found := turn.read()):
+            found = json.dumps(fill(directory, model))
+            turn.write(found)
+    return directory / "kv", json.loads(found)
+
+
+def fill(directory: Path, model: Path) -> list[Any]:
+    """Store all prompts in ``kv`` below a directory; return the results of the engine's steps."""
     extra = {"host": "64 MiB", "files": str(directory / "kv"), "capacity": "64 MiB"}
     extra["record"] = str(directory / "trace.jsonl")
     steps = [
@@ -108,8 +123,7 @@ def filled(
         ["shutdown"],
     ]
     spec = {"model": str(model), "extra": extra, "steps": steps}
-    results = Run(directory, spec, environment(), fresh=True).finish()
-    return directory / "kv", results
+    return Run(directory, spec, environment(), fresh=True).finish()
 
 
 @pytest.fixture
