@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -92,26 +90,15 @@ def started() -> Iterator[list[Server]]:
 
 
 @pytest.fixture(scope="session")
-def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def filled(
+    model: Path, reference: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
     """A directory with all prompts, and the results of the engine that filled it.
 
-    One of pytest's workers fills it for all. The engine is a ``fresh`` process: names of blocks
-    must not stand on the seed of its ``hash``, nor on the path of the model.
+    In one of pytest's workers, that is a ``fresh`` process: names of blocks must not stand on the
+    seed of its ``hash``.
     """
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "filled"
-    directory.mkdir(exist_ok=True)
-    with (directory / "turn").open("a+") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        turn.seek(0)
-        if not (found := turn.read()):
-            found = json.dumps(fill(directory, model))
-            turn.write(found)
-    return directory / "kv", json.loads(found)
-
-
-def fill(directory: Path, model: Path) -> list[Any]:
-    """Store all prompts in ``kv`` below a directory; return the results of the engine's steps."""
+    directory = tmp_path_factory.mktemp("filled")
     extra = {"host": "64 MiB", "files": str(directory / "kv"), "capacity": "64 MiB"}
     extra["record"] = str(directory / "trace.jsonl")
     steps = [
@@ -123,7 +110,19 @@ def fill(directory: Path, model: Path) -> list[Any]:
         ["shutdown"],
     ]
     spec = {"model": str(model), "extra": extra, "steps": steps}
-    return Run(directory, spec, environment(), fresh=True).finish()
+    fresh = is_first(tmp_path_factory.getbasetemp())
+    results = Run(directory, spec, environment(), fresh=fresh).finish()
+    return directory / "kv", results
+
+
+def is_first(base: Path) -> bool:
+    """Return whether no other worker of this test run has asked; ``base`` is this one's folder."""
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    try:
+        (common / "asked").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.fixture
