@@ -137,10 +137,18 @@ def remove_abandoned(compiled: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-def make_model(folder: Path, path: Path, seed: int, kind: str = "llama") -> Path:
-    """A small random model; other seeds are other weights."""
-    run(folder, str(HERE.parent / "vllm" / "tiny_model.py"), str(path), str(seed), kind)
+def make_model(folder: Path, path: Path, kind: str = "llama", *others: Path) -> Path:
+    """Make a small random model, and others of its shape with other weights."""
+    paths = map(str, others)
+    run(folder, str(HERE.parent / "vllm" / "tiny_model.py"), str(path), "0", kind, *paths)
     return path
+
+
+def make_two(folder: Path) -> list[Path]:
+    """Make two models of one shape in one process, most of whose time is imports."""
+    paths = [folder / f"model{seed}" for seed in range(2)]
+    make_model(folder, paths[0], "llama", paths[1])
+    return paths
 
 
 class Answer(NamedTuple):
