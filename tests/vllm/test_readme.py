@@ -52,7 +52,7 @@ def block_of(text: str, begins: str) -> str:
 
 
 def serve(
-    folder: Path, command: str, when: str, *more: str, kind: type[Server] = Server, **env: str
+    kind: type[Server], folder: Path, command: str, when: str, *more: str, **env: str
 ) -> Server:
     """Start a server in a folder with ``stack.yaml``, reduced to fit this machine."""
     (port,) = free_ports(1)
@@ -212,7 +212,7 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
         (folder / "MODEL").symlink_to(model)
         (folder / "stack.yaml").write_text(block_of(text, "arena:"))
         kind = FreshServer if when == "commit" else Server
-        started.append(serve(folder, command, when, kind=kind))
+        started.append(serve(kind, folder, command, when))
     said = []
     for server in started:
         server.ready()
@@ -229,7 +229,9 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
     for when in ("commit", "evict"):
         with (tmp_path / when / "stack.yaml").open("a") as file:
             file.write(SHARED.format(redis.url))
-    again = [serve(tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")]
+    again = [
+        serve(Server, tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")
+    ]
     started.extend(again)
     for server, expected, at_risk in zip(again, said, (0, 1), strict=True):
         server.ready()
