@@ -88,7 +88,7 @@ class Clients:
 def first_tokens(folder: Path) -> Iterable[Row]:
     """Measure the milliseconds to the first token in each way."""
     prepare(folder)
-    model = make_model(folder, folder / "model", 0, "llama_wide")
+    model = make_model(folder, folder / "model", "llama_wide")
     engine = Engine(folder, model, stack(folder, 4 * PAGES), **SETTINGS)
     clients = Clients(engine)
     took: dict[str, list[float]] = {}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 from kvladder.layout import align  # noqa: E402
 from kvladder.tiers.files.header import HEADER_BYTES  # noqa: E402
 from tests.patience import until  # noqa: E402
-from tests.sglang.engine import PAGE, Answer, Engine, make_model, prepare  # noqa: E402
+from tests.sglang.engine import PAGE, Answer, Engine, make_two, prepare  # noqa: E402
 
 TOKENS = 1500
 CACHEABLE = (TOKENS - 1) // PAGE * PAGE
@@ -212,7 +212,7 @@ def main() -> int:
     ):
         say("making two models")
         folder = Path(place)
-        models = [make_model(folder, folder / f"model{seed}", seed) for seed in range(2)]
+        models = make_two(folder)
         # side by side: most of it is the start of engines
         demos = [*pool.map(shown, (Kvladder, SGLangFiles), (models, models))]
     print(f"\n{TOKENS} prompt tokens; {CACHEABLE} of them can come from a storage\n")

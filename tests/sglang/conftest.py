@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.sglang.engine import HERE, SGLANG, Engine, Server, make_model, prepare, run
+from tests.sglang.engine import HERE, SGLANG, Engine, Server, make_two, prepare, run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def models(folder: Path) -> list[Path]:
     """Two models of one shape, with other weights."""
-    return [make_model(folder, folder / f"model{seed}", seed) for seed in range(2)]
+    return make_two(folder)
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from tests.patience import until
 
 T = TypeVar("T")
 
+# Here, since each process that begins others has a server of its own, and executes this file.
+multiprocessing.set_forkserver_preload(["sglang.srt.managers.data_parallel_controller"])
+
 
 def prompt(first: int, tokens: int) -> list[int]:
     """Return a prompt that differs from others in its first number."""
@@ -151,9 +154,11 @@ class Driver:
 def main() -> None:
     """Serve until the input ends."""
     arguments = json.loads(sys.argv[1])
-    if arguments.get("dp_size", 1) == 1:  # replicas are begun by threads: a fork would lose some
-        # Processes of the engine are forked; SGLang makes each import everything again.
-        multiprocessing.set_start_method = lambda *_, **__: None
+    # Processes of the engine are forked; SGLang makes each import everything again. Replicas are
+    # begun by threads, some of which a fork would lose: they are forked from a process without.
+    if arguments.get("dp_size", 1) > 1:
+        multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_start_method = lambda *_, **__: None
     driver = Driver(arguments)
     print("REPLY null", flush=True)
     for line in sys.stdin:

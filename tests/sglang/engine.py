@@ -41,7 +41,7 @@ SMALL = {
     "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
     "hicache_storage_backend": "dynamic", "served_model_name": "org/m",
     "enable_cache_report": True, "radix_cache_backend": "kvladder", "enable_metrics": True,
-    "enable_priority_scheduling": True, "chunked_prefill_size": 512,
+    "enable_priority_scheduling": True, "chunked_prefill_size": 512, "sleep_on_idle": True,
     "hicache_storage_prefetch_policy": "wait_complete", "log_level": "info",
 }  # fmt: skip
 OURS: dict[str, Any] = {
@@ -137,10 +137,18 @@ def remove_abandoned(compiled: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-def make_model(folder: Path, path: Path, seed: int, kind: str = "llama") -> Path:
-    """A small random model; other seeds are other weights."""
-    run(folder, str(HERE.parent / "vllm" / "tiny_model.py"), str(path), str(seed), kind)
+def make_model(folder: Path, path: Path, kind: str = "llama", *others: Path) -> Path:
+    """Make a small random model, and others of its shape with other weights."""
+    paths = map(str, others)
+    run(folder, str(HERE.parent / "vllm" / "tiny_model.py"), str(path), "0", kind, *paths)
     return path
+
+
+def make_two(folder: Path) -> list[Path]:
+    """Make two models of one shape in one process, most of whose time is imports."""
+    paths = [folder / f"model{seed}" for seed in range(2)]
+    make_model(folder, paths[0], "llama", paths[1])
+    return paths
 
 
 class Answer(NamedTuple):

@@ -23,7 +23,7 @@ RANKS: dict[str, dict[str, Any]] = {"tensor": {"tp_size": 2}, "data": {"dp_size"
 def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Engine]]:
     """One of each kind; they start together, since that takes long."""
     cores = islice(cycle(sorted(os.sched_getaffinity(0))), 2)  # each rank must get one
-    model = make_model(folder, folder / "model", 0)
+    model = make_model(folder, folder / "model")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
 
     with ExitStack() as ends, ThreadPoolExecutor(len(RANKS)) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +95,8 @@ def filled(
 ) -> tuple[Path, list[Any]]:
     """A directory with all prompts, and the results of the engine that filled it.
 
-    That is a ``fresh`` process: names of blocks must not stand on the seed of its ``hash``.
+    In one of pytest's workers, that is a ``fresh`` process: names of blocks must not stand on the
+    seed of its ``hash``.
     """
     directory = tmp_path_factory.mktemp("filled")
     extra = {"host": "64 MiB", "files": str(directory / "kv"), "capacity": "64 MiB"}
@@ -108,8 +110,19 @@ def filled(
         ["shutdown"],
     ]
     spec = {"model": str(model), "extra": extra, "steps": steps}
-    results = Run(directory, spec, environment(), fresh=True).finish()
+    fresh = is_first(tmp_path_factory.getbasetemp())
+    results = Run(directory, spec, environment(), fresh=fresh).finish()
     return directory / "kv", results
+
+
+def is_first(base: Path) -> bool:
+    """Return whether no other worker of this test run has asked; ``base`` is this one's folder."""
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    try:
+        (common / "asked").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def environment(**more: str) -> dict[str, str]:
     """Return every engine's environment: no network, this process's kvladder, one process."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
+        "NUMBA_NUM_THREADS": "1",  # numba, which finds drafts, sets the threads of OpenMP again
         "OMP_NUM_THREADS": "1",  # several engines run at once, and threads that wait are busy
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -28,15 +28,15 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 None uses bfloat16, recurrent states or LoRA, with which vLLM's own answers depend on the batch.
 """
-REQUESTS_MIN = 60
-"""The number of finished requests, however slow the machine is, before memory is compared."""
+REQUESTS_MIN = 120
+"""The number of finished requests, however short the time is, before memory is compared."""
 GROWTH_BYTES = 256 << 10
 """The memory that a request may add to a run without a cache: two blocks of llama."""
 NO_KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
 """Otherwise PyTorch keeps kernels for each number of tokens, up to 1 MiB a request here."""
 
 
-def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+def soak(mix: str, *, seed: int, folder: Path, seconds: float = 0) -> dict[str, Any]:
     """Run one engine; raise AssertionError if anything is wrong, else return the counters."""
     kind, size, more = MIXES[mix]
     model = make(folder, seed, kind)

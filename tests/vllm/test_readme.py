@@ -51,9 +51,10 @@ def block_of(text: str, begins: str) -> str:
     raise AssertionError(f"the README has no {begins}")
 
 
-def serve(folder: Path, command: str, when: str, *more: str, **env: str) -> Server:
+def serve(
+    kind: type[Server], folder: Path, command: str, when: str, *more: str, **env: str
+) -> Server:
     """Start a server in a folder with ``stack.yaml``, reduced to fit this machine."""
-    kind = FreshServer if when == "commit" else Server
     (port,) = free_ports(1)
     server = kind(
         folder,
@@ -198,7 +199,10 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
     collector: Collector,
     redis: RedisServer,
 ) -> None:
-    """With both values of ``when``, side by side."""
+    """With both values of ``when``, side by side.
+
+    The first of ``commit`` imports everything anew: it shares nothing with the one that follows.
+    """
     text = README.read_text()
     command = block_of(text, "vllm serve MODEL")
     assert TIME_TO_END in command
@@ -207,7 +211,8 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
         folder.mkdir()
         (folder / "MODEL").symlink_to(model)
         (folder / "stack.yaml").write_text(block_of(text, "arena:"))
-        started.append(serve(folder, command, when))
+        kind = FreshServer if when == "commit" else Server
+        started.append(serve(kind, folder, command, when))
     said = []
     for server in started:
         server.ready()
@@ -224,7 +229,9 @@ def test_the_readmes_command_finds_its_blocks_after_a_stop(
     for when in ("commit", "evict"):
         with (tmp_path / when / "stack.yaml").open("a") as file:
             file.write(SHARED.format(redis.url))
-    again = [serve(tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")]
+    again = [
+        serve(Server, tmp_path / when, hasty, when, *to, **TRACED) for when in ("commit", "evict")
+    ]
     started.extend(again)
     for server, expected, at_risk in zip(again, said, (0, 1), strict=True):
         server.ready()

@@ -1,4 +1,4 @@
-"""Two minutes of the soak."""
+"""The soak of each kind of model, with as many requests as it needs to compare memory."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.vllm.soak import MIXES, soak
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_requests_get_right_answers(tmp_path: Path, mix: str) -> None:
-    found = soak(mix, seconds=120 / len(MIXES), seed=1, folder=tmp_path)
+    found = soak(mix, seed=1, folder=tmp_path)
     assert min(found["resets"], found["aborted"]) > 0

@@ -1,5 +1,7 @@
 """Make a tiny random model that vLLM can serve: ``python tiny_model.py DIRECTORY SEED [KIND]``.
 
+More directories may follow: each gets a model of this kind with the next seed.
+
 Its weights are larger than a trained model's would be, so that its answer depends on the whole
 prompt: a wrong KV cache changes the answer.
 """
@@ -187,4 +189,6 @@ def make(directory: Path, seed: int, kind: str = "llama") -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    directory, seed, *rest = sys.argv[1:]
+    for number, one in enumerate([directory, *rest[1:]]):
+        make(Path(one), int(seed) + number, *rest[:1])
