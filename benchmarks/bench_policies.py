@@ -298,7 +298,7 @@ def _summed(summary: Summary) -> Iterator[Row]:
     yield summary.evicted.row(again, "<= 0.5", is_met=evicted <= 0.5, note="")
     agents = ", ".join(f"{name} {summary.cut.ours[name]:.3f}" for name in summary.saved.ours)
     yield summary.cut.row(
-        "prefills that an eviction caused", "<= 0.5", is_met=cut <= 0.5, note=agents
+        "prefills that an eviction caused", "<= 0.5", is_met=cut <= 0.5, note=f"; {agents}"
     )
     if summary.whole:
         worst = min(summary.whole, key=summary.whole.__getitem__)

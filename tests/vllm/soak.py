@@ -28,7 +28,7 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 None uses bfloat16, recurrent states or LoRA, with which vLLM's own answers depend on the batch.
 """
-REQUESTS_MIN = 120
+REQUESTS_MIN = 170
 """The number of finished requests, however short the time is, before memory is compared."""
 GROWTH_BYTES = 256 << 10
 """The memory that a request may add to a run without a cache: two blocks of llama."""
