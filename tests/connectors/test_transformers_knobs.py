@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, Gemma3nTextConfig, Gemma4TextConfig
 
-from kvladder.device import cache as device
+from kvladder.device import opening as device
 from kvladder.errors import ConfigError
 from tests.connectors.test_transformers import (
     TOKEN_BYTES,

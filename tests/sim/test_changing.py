@@ -21,7 +21,7 @@ WORLDS = int(os.environ.get("KVLADDER_CHANGES", "12"))
 def run_world(seed: int, kind: Kind) -> ChangingWorld:
     random = Random(seed)
     world = ChangingWorld(Knobs.draw(random).of(kind), seed)
-    weights = [*WEIGHTS, OTHERS_WEIGHT if kind == "shared" else 0, 5, 12]
+    weights = [*WEIGHTS, OTHERS_WEIGHT if kind == "shared" else 0, 5, 0, 12]  # no pauses
 
     def draw() -> Callable[[], None]:
         kinds = [*STEPS.get(kind, drawn_steps)(world, random), world.change]

@@ -69,9 +69,9 @@ def test_worlds_with_fetched_sets_run_four_thousand_steps(kind: Kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_worlds_whose_process_stands_still_run_three_thousand_steps(kind: Kind) -> None:
-    worlds = [soak.run_world(seed, kind=kind, pauses=True) for seed in range(96_000, 96_015)]
-    assert sum(" pause " in line for world in worlds for line in world.trace) > 50
+def test_worlds_whose_process_stands_still_run_six_thousand_steps(kind: Kind) -> None:
+    worlds = [soak.run_world(seed, kind=kind, pauses=True) for seed in range(96_000, 96_030)]
+    assert sum(" pause " in line for world in worlds for line in world.trace) > 100
 
 
 @pytest.mark.slow
