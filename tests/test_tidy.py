@@ -35,7 +35,7 @@ LIST_LINES_MAX = 600
 """Lines of tests and measurements, of which a reader needs one at a time, and of these files."""
 LONG = {
     "kvladder/config/settings.py": "a list of settings with their documentation",
-    "kvladder/config/stack.py": "the whole configuration, its table, and the rules between settings",
+    "kvladder/config/stack.py": "the configuration, its table, and rules between settings",
     "kvladder/compose.py": "makes one part of a cache after the other",
     "kvladder/manager.py": "the calls of an engine's thread; a third is their documentation",
     "kvladder/testing/fixtures.py": "a list of fixtures",
@@ -44,7 +44,7 @@ LONG = {
     "tiers/nixl/tier.py": "the calls of a tier, one after the other",
     "tiers/redis/tier.py": "the calls of a tier, one after the other",
     "policy/panel.py": "is read beside its twin in C, in the same order",
-    "connectors/transformers/growing.py": "a buffer, then a layer of each kind, then the cache of them",
+    "connectors/transformers/growing.py": "a buffer, a layer of each kind, the cache of them",
     "gpu/requests/sequence.py": "the calls of one request; a fifth is their documentation",
     "gpu/requests/requests.py": "the calls of an engine; a third is their documentation",
     "gpu/sizing/plan.py": "one plan: a calculation step by step",
