@@ -52,6 +52,11 @@ SETS_WEIGHT = 20
 PAUSES_WEIGHT = 10
 
 
+def further_weights(kind: Kind, *, sets: float, pauses: float) -> list[float]:
+    """Return the weights of the steps that ``WEIGHTS`` does not have, in their order."""
+    return [OTHERS_WEIGHT if kind == "shared" else 0, sets, pauses]
+
+
 def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
     """The same where requests have wishes, and a salt may be purged."""
     steps = drawn_steps(world, random)
@@ -99,8 +104,7 @@ def run_world(
     knobs = Knobs.draw(random).of(kind)
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
-    weights += [OTHERS_WEIGHT if kind == "shared" else 0, SETS_WEIGHT if sets else 0]
-    weights.append(PAUSES_WEIGHT if pauses else 0)
+    weights += further_weights(kind, sets=SETS_WEIGHT * sets, pauses=PAUSES_WEIGHT * pauses)
     if kind == "tenants":
         weights[2] = 10
     world = World(knobs, seed)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.changing import ChangingWorld
 from tests.kit.knobs import Kind, Knobs
-from tests.kit.soak import OTHERS_WEIGHT, STEPS, WEIGHTS, drawn_steps, take_steps
+from tests.kit.soak import STEPS, WEIGHTS, drawn_steps, further_weights, take_steps
 
 STEPS_PER_WORLD = 120
 WORLDS = int(os.environ.get("KVLADDER_CHANGES", "12"))
@@ -21,7 +21,7 @@ WORLDS = int(os.environ.get("KVLADDER_CHANGES", "12"))
 def run_world(seed: int, kind: Kind) -> ChangingWorld:
     random = Random(seed)
     world = ChangingWorld(Knobs.draw(random).of(kind), seed)
-    weights = [*WEIGHTS, OTHERS_WEIGHT if kind == "shared" else 0, 5, 0, 12]  # no pauses
+    weights = [*WEIGHTS, *further_weights(kind, sets=5, pauses=0), 12]
 
     def draw() -> Callable[[], None]:
         kinds = [*STEPS.get(kind, drawn_steps)(world, random), world.change]
